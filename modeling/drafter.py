@@ -1,0 +1,168 @@
+"""What every drafter shares: binding to a target, borrowed embedding and head, the vocabulary map, strict loading."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from .configuration_speculation import SpeculationConfig
+
+INSTALL = (
+    "This drafter needs its decoding library beside it, and only the model files are here: `pip install hf-dspark` and "
+    "`import hf_dspark` before calling `generate(assistant_model=...)`."
+)
+
+
+def check_target(config, target_config) -> None:
+    """Refuse a target this drafter wasn't made for, by sizes alone (no weights touched).
+
+    Raises:
+        ValueError: naming the size that differs.
+    """
+    text = target_config.get_text_config()
+    asks = [
+        ("vocab_size", config.vocab_size, text.vocab_size),
+        ("hidden size (target_hidden_size)", config.target_hidden_size, text.hidden_size),
+    ]
+    if config.num_target_layers is not None:
+        asks.append(("number of layers (num_target_layers)", config.num_target_layers, text.num_hidden_layers))
+    if not (config.own_embedding and config.own_head):
+        asks.append(("hidden size, as the embedding or head is borrowed (hidden_size)", config.hidden_size, text.hidden_size))
+    for what, ours, theirs in asks:
+        if ours != theirs:
+            made_for = f" (it was made for {config.target_name})" if config.target_name else ""
+            raise ValueError(
+                f"This drafter expects a target with {what} {ours}, and {text.model_type} has {theirs}{made_for}: "
+                "load the target it was trained for, or train a drafter for this one."
+            )
+    highest = max(config.target_layer_ids)
+    if highest > text.num_hidden_layers - 2:
+        raise ValueError(
+            f"target_layer_ids={config.target_layer_ids} taps layer {highest}, and a target of {text.num_hidden_layers} layers "
+            f"has taps 0..{text.num_hidden_layers - 2}: the drafter belongs to a deeper target."
+        )
+
+
+class Drafter(PreTrainedModel):
+    """Base of all drafters: weights and a pure forward. It holds no decoding state and never samples.
+
+    Decoding drives it through `bind`, `new_cache`, `extend`, `start` and `step`; see [`DSparkDrafter`] for shapes.
+    """
+
+    is_hf_drafter = True  # what the generate() hook looks for; remote-code copies of the class have it too
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    main_input_name = "features"
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.speculation = SpeculationConfig.from_dict(config.speculation)
+        self.last_speculation = None
+        object.__setattr__(self, "_bound", {})  # borrowed modules, out of sight of state_dict, .to() and Trainer
+        if config.draft_vocab_size < config.vocab_size:
+            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
+        if config.own_embedding:
+            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        if config.own_head:
+            self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+
+    @property
+    def generation_config(self):
+        # transformers' own assisted loop asks for this first: without the hook, say what is missing.
+        raise AttributeError(INSTALL)
+
+    def can_generate(self) -> bool:
+        return False
+
+    def get_input_embeddings(self):
+        return getattr(self, "embed_tokens", None)
+
+    def get_output_embeddings(self):
+        return getattr(self, "lm_head", None)
+
+    def save_pretrained(self, *args, **kwargs):
+        self.config.speculation = self.speculation.to_dict()
+        return super().save_pretrained(*args, **kwargs)
+
+    @classmethod
+    def from_pretrained(cls, *args, output_loading_info=False, **kwargs):
+        """As for every transformers model, but strict.
+
+        Raises:
+            ValueError: when a tensor is missing, unknown or of another shape, naming it.
+        """
+        kwargs.setdefault("ignore_mismatched_sizes", True)  # reported below with everything else
+        model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
+        faults = {k: sorted(map(str, info.get(k, ()))) for k in ("missing_keys", "unexpected_keys", "mismatched_keys")}
+        if any(faults.values()):
+            listing = "; ".join(f"{k.replace('_keys', '')}: {', '.join(v)}" for k, v in faults.items() if v)
+            raise ValueError(
+                f"The checkpoint doesn't fit {cls.__name__} ({listing}). A half-loaded drafter drafts noise: get the complete "
+                "file, or correct the config that describes it."
+            )
+        return (model, info) if output_loading_info else model
+
+    # ------------------------------------------------------------------ the target
+
+    def bind(self, target) -> "Drafter":
+        """Check `target` and borrow its embedding and head as modules (so quantised and LoRA targets work). Idempotent."""
+        if self._bound.get("target") is target:
+            return self
+        check_target(self.config, target.config)
+        embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
+        if self.config.mask_token_id is not None and self.config.mask_token_id >= embedding.weight.shape[0]:
+            raise ValueError(
+                f"mask_token_id={self.config.mask_token_id} lies outside the target's {embedding.weight.shape[0]} embeddings: "
+                "set mask_token_id to the id the drafter was trained with, or resize the target's embeddings."
+            )
+        self._bound.update(target=target, embedding=embedding, head=head, rows=None)
+        text = target.config.get_text_config()
+        for name in ("eos_token_id", "pad_token_id", "bos_token_id"):
+            setattr(self.config, name, getattr(text, name, None))
+        return self
+
+    def _borrowed(self, what: str):
+        if what not in self._bound:
+            raise ValueError(
+                f"This drafter borrows its {what} from the target and none is bound: call drafter.bind(target), or pass "
+                "target=... to AutoDrafter.from_pretrained."
+            )
+        return self._bound[what]
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """[..., D] input embeddings of target ids [...], in the drafter's dtype and on its device."""
+        module = self.embed_tokens if self.config.own_embedding else self._borrowed("embedding")
+        if module.weight.device.type != "meta":  # offloaded modules move their own inputs
+            ids = ids.to(module.weight.device)
+        x = module(ids).to(self.device, self.dtype)
+        return x if self.config.embed_scale == 1.0 else x * self.config.embed_scale
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Base logits [..., Vd] of normed states [..., D], at least float32, soft-capped where the config says."""
+        if self.config.own_head:
+            logits = self.lm_head(hidden)
+        else:
+            logits = self._borrowed_head(hidden).to(self.device)
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        cap = self.config.final_logit_softcapping
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def _borrowed_head(self, hidden):
+        module = self._borrowed("head")
+        weight = getattr(module, "weight", None)
+        if weight is not None and weight.device.type != "meta":
+            hidden = hidden.to(weight.device, weight.dtype if weight.is_floating_point() else hidden.dtype)
+        if not hasattr(self, "d2t"):
+            return module(hidden)[..., : self.config.vocab_size]
+        if type(module) is not nn.Linear or weight.device.type == "meta":  # LoRA, quantised, offloaded: call it whole
+            return module(hidden).index_select(-1, self.target_ids().to(hidden.device))
+        rows = self._bound["rows"]
+        if rows is None or rows.device != weight.device or rows.dtype != weight.dtype:
+            rows = self._bound["rows"] = weight.detach()[self.target_ids().to(weight.device)]
+        return F.linear(hidden, rows)
+
+    def target_ids(self, draft_ids: torch.Tensor | None = None) -> torch.Tensor:
+        """Target ids of `draft_ids` [...]; of the whole draft vocabulary [Vd] when `None`."""
+        if draft_ids is None:
+            draft_ids = torch.arange(self.config.draft_vocab_size, device=self.device)
+        return draft_ids + self.d2t[draft_ids] if hasattr(self, "d2t") else draft_ids

@@ -1,0 +1,78 @@
+"""The decoder layer of a block drafter: queries from the block, keys and values from injected context and the block."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, rotate_half
+
+RMSNorm, RotaryEmbedding, MLP = LlamaRMSNorm, LlamaRotaryEmbedding, LlamaMLP
+
+
+def rotate(x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Apply rotary embedding (cos, sin), each [B, T, dim], to `x` [B, heads, T, dim]."""
+    cos, sin = (r.unsqueeze(1) for r in rope)
+    return x * cos + rotate_half(x) * sin
+
+
+def attend(q, k, v, mask, scale: float) -> torch.Tensor:
+    """Grouped-query attention; q [B, H, T, d], k and v [B, G, S, d], `mask` bool [B or 1, 1, T, S], a flex `BlockMask`, or None.
+
+    The queries of a group are laid along the sequence, so keys are never repeated. Returns [B, T, H * d].
+    """
+    B, H, T, d = q.shape
+    groups = H // k.shape[1]
+    if mask is not None and not isinstance(mask, torch.Tensor):
+        from torch.nn.attention.flex_attention import flex_attention
+
+        out = flex_attention(q, k, v, block_mask=mask, scale=scale, enable_gqa=groups > 1)
+    else:
+        if mask is not None and groups > 1:
+            mask = mask.repeat(1, 1, groups, 1)
+        out = F.scaled_dot_product_attention(q.reshape(B, k.shape[1], groups * T, d), k, v, attn_mask=mask, scale=scale)
+        out = out.reshape(B, H, T, d)
+    return out.transpose(1, 2).reshape(B, T, H * d)
+
+
+class DraftAttention(nn.Module):
+    """Attention whose input may be wider than the model (EAGLE-3 reads embedding and feature side by side)."""
+
+    def __init__(self, config, input_size: int | None = None):
+        super().__init__()
+        size, self.head_dim = input_size or config.hidden_size, config.head_dim
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.q_proj = nn.Linear(size, heads * self.head_dim, bias=config.attention_bias)
+        self.k_proj = nn.Linear(size, kv_heads * self.head_dim, bias=config.attention_bias)
+        self.v_proj = nn.Linear(size, kv_heads * self.head_dim, bias=config.attention_bias)
+        self.o_proj = nn.Linear(heads * self.head_dim, config.hidden_size, bias=False)
+        norm = RMSNorm if config.qk_norm else lambda *args, **kwargs: nn.Identity()
+        self.q_norm = norm(self.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = norm(self.head_dim, eps=config.rms_norm_eps)
+
+    def _heads(self, x):
+        return x.unflatten(-1, (-1, self.head_dim))
+
+    def keys_values(self, x: torch.Tensor, rope) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V [B, kv heads, T, d] of `x` [B, T, size]; context features and block states take the same way."""
+        k = self.k_norm(self._heads(self.k_proj(x))).transpose(1, 2)
+        return rotate(k, rope), self._heads(self.v_proj(x)).transpose(1, 2)
+
+    def forward(self, x, rope, past, layer_idx: int, mask) -> torch.Tensor:
+        q = rotate(self.q_norm(self._heads(self.q_proj(x))).transpose(1, 2), rope)
+        k, v = past.update(*self.keys_values(x, rope), layer_idx)
+        return self.o_proj(attend(q, k, v, mask, self.head_dim**-0.5))
+
+
+class DraftLayer(GradientCheckpointingLayer):
+    """Pre-norm decoder layer."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.self_attn = DraftAttention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x, rope, past, layer_idx: int, mask) -> torch.Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rope, past, layer_idx, mask)
+        return x + self.mlp(self.post_attention_layernorm(x))
