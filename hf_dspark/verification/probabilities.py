@@ -1,0 +1,169 @@
+"""Logits to scores: the only place where a target's or drafter's logits meet the user's processors.
+
+Scores are float32, temperature and warpers included; a distribution is `softmax(scores)`. Processors run row by row on the
+row's own unpadded prefix, once per position, so they see exactly what batch-1 plain decoding would show them.
+"""
+
+import copy
+
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList
+from transformers.generation import logits_process as lp
+
+from .noise import keyed_scores
+
+# Warpers that ignore the prefix: many rows go through in one call.
+PREFIX_FREE = (
+    lp.TemperatureLogitsWarper,
+    lp.TopKLogitsWarper,
+    lp.TopPLogitsWarper,
+    lp.MinPLogitsWarper,
+    lp.TypicalLogitsWarper,
+    lp.EpsilonLogitsWarper,
+    lp.EtaLogitsWarper,
+    lp.SuppressTokensLogitsProcessor,
+    lp.LogitNormalization,
+    lp.InfNanRemoveLogitsProcessor,
+)
+# They run the target on a cache of their own, or carry a running state: a rejected draft can't be taken back out of them.
+STATEFUL = tuple(
+    getattr(lp, name)
+    for name in (
+        "UnbatchedClassifierFreeGuidanceLogitsProcessor",
+        "ClassifierFreeGuidanceLogitsProcessor",
+        "SynthIDTextWatermarkLogitsProcessor",
+        "WhisperTimeStampLogitsProcessor",
+        "WhisperNoSpeechDetection",
+        "AlternatingCodebooksLogitsProcessor",
+        "BarkEosPrioritizerLogitsProcessor",
+        "DiaClassifierFreeGuidanceLogitsProcessor",
+        "DiaEOSChannelFilterLogitsProcessor",
+        "DiaEOSDelayPatternLogitsProcessor",
+    )
+    if hasattr(lp, name)
+)
+# Lengths that `generate` measured on the padded batch; a row without its pads is shorter.
+LENGTHS = {
+    "MinNewTokensLengthLogitsProcessor": "prompt_length_to_skip",
+    "MinLengthLogitsProcessor": "min_length",
+    "ForcedEOSTokenLogitsProcessor": "max_length",
+    "ExponentialDecayLengthPenalty": "regulation_start",
+    "SuppressTokensAtBeginLogitsProcessor": "begin_index",
+    "KeyedNoise": "prompt_length",
+}
+
+
+class KeyedNoise(LogitsProcessor):
+    """Adds keyed Gumbel noise, so that `argmax` of its output is a draw: keyed sampling with `do_sample=False`.
+
+    Args:
+        seed (`int`): the key.
+        prompt_length (`int`): columns of the (padded) prompt; the first generated token has index 0.
+        stream (`int`, *optional*): noise stream of the only row; `None` numbers the rows of the batch.
+    """
+
+    def __init__(self, seed: int, prompt_length: int, stream: int | None = None):
+        self.seed, self.prompt_length, self.stream = seed, prompt_length, stream
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        rows = scores.shape[0]
+        streams = range(rows) if self.stream is None else [self.stream] * rows
+        return keyed_scores(scores, self.seed, streams, [input_ids.shape[1] - self.prompt_length] * rows, "target")
+
+
+def keyed_processors(generation_config, seed: int, prompt_length: int) -> LogitsProcessorList:
+    """The sampling warpers of `generation_config` followed by keyed noise, in transformers' order.
+
+    `target.generate(**inputs, do_sample=False, logits_processor=keyed_processors(config, seed, prompt_length))` samples with
+    the noise that `verification="match"` and `SpeculationConfig(seed=seed)` use: token for token the same text, with a
+    drafter or without, in this library's loop or transformers' own.
+
+    Args:
+        generation_config (`GenerationConfig`): read for temperature, top_k, top_p and the other warpers.
+        seed (`int`): the key.
+        prompt_length (`int`): `input_ids.shape[1]` of the call.
+    """
+    c = generation_config
+    makers = (
+        (lp.TemperatureLogitsWarper, c.temperature, lambda v: v != 1.0),
+        (getattr(lp, "TopHLogitsWarper", None), getattr(c, "top_h", None), lambda v: True),
+        (lp.TopKLogitsWarper, c.top_k, lambda v: v != 0),
+        (lp.TopPLogitsWarper, c.top_p, lambda v: v < 1.0),
+        (lp.MinPLogitsWarper, c.min_p, lambda v: True),
+        (lp.TypicalLogitsWarper, c.typical_p, lambda v: v < 1.0),
+        (lp.EpsilonLogitsWarper, c.epsilon_cutoff, lambda v: 0.0 < v < 1.0),
+        (lp.EtaLogitsWarper, c.eta_cutoff, lambda v: 0.0 < v < 1.0),
+    )
+    warpers = [make(value) for make, value, wanted in makers if value is not None and wanted(value)]
+    return LogitsProcessorList([*warpers, KeyedNoise(seed, prompt_length)])
+
+
+def for_row(processor: LogitsProcessor, row: int, pads: int, keep_min_length: bool) -> LogitsProcessor:
+    """The processor that batch-1 generation of this row would have: lengths without its `pads`, its own slice of tensors."""
+    name = type(processor).__name__
+    attribute = LENGTHS.get(name)
+    if attribute and pads and not (name == "MinLengthLogitsProcessor" and keep_min_length):
+        processor = copy.copy(processor)
+        setattr(processor, attribute, getattr(processor, attribute) - pads)
+    if name == "KeyedNoise" and processor.stream is None:
+        processor = copy.copy(processor)
+        processor.stream = row
+    elif isinstance(processor, lp.PrefixConstrainedLogitsProcessor):
+        allowed, beams = processor._prefix_allowed_tokens_fn, processor._num_beams
+        processor = lp.PrefixConstrainedLogitsProcessor(lambda _, sent: allowed(row // beams, sent), 1)
+    elif isinstance(processor, lp.EncoderRepetitionPenaltyLogitsProcessor):
+        processor = copy.copy(processor)
+        processor.encoder_input_ids = processor.encoder_input_ids[row : row + 1, pads:]
+    elif isinstance(processor, lp.EncoderNoRepeatNGramLogitsProcessor):
+        processor = copy.copy(processor)
+        processor.generated_ngrams = processor.generated_ngrams[row : row + 1]
+        processor.batch_size = 1
+    elif isinstance(processor, lp.RepetitionPenaltyLogitsProcessor):
+        ignored = getattr(processor, "prompt_ignore_length", None)
+        if ignored is not None:
+            processor = copy.copy(processor)
+            ignored = int(ignored[row]) if isinstance(ignored, torch.Tensor) else ignored
+            processor.prompt_ignore_length = max(ignored - pads, 0)
+    return processor
+
+
+class Scorer:
+    """Applies the user's processors to target and draft logits.
+
+    Args:
+        processors (`LogitsProcessorList`): as `generate` prepared them, for the padded batch.
+        pads (`list[int]`): pad columns of each output row.
+        keep_min_length (`bool`): whether `min_length` counts real tokens (it was not made from `min_new_tokens`).
+    """
+
+    def __init__(self, processors, pads: list[int], keep_min_length: bool = False):
+        bad = [type(p).__name__ for p in processors if isinstance(p, STATEFUL)]
+        if bad:
+            raise ValueError(
+                f"{', '.join(bad)} keeps a state of its own between calls, and a rejected draft can't be taken back out of it: "
+                "call generate without assistant_model for this option (guidance_scale, watermarking), or drop the processor."
+            )
+        self.empty = len(processors) == 0
+        self.prefix_free = all(type(p) in PREFIX_FREE for p in processors)
+        self.shared = LogitsProcessorList(processors)
+        # The drafter may use any q, so custom processors (which may count their calls) are left out of drafting.
+        drafting = [p for p in processors if type(p).__module__ == lp.__name__]
+        rows = range(0 if self.prefix_free else len(pads))
+        self.target = [LogitsProcessorList(for_row(p, r, pads[r], keep_min_length) for p in processors) for r in rows]
+        self.draft = [LogitsProcessorList(for_row(p, r, pads[r], keep_min_length) for p in drafting) for r in rows]
+
+    def _apply(self, processors, rows, prefixes, logits):
+        scores = logits.float()
+        if self.empty:
+            return scores
+        if self.prefix_free:
+            return self.shared(None, scores)
+        return torch.cat([processors[r](prefix, scores[i : i + 1]) for i, (r, prefix) in enumerate(zip(rows, prefixes))])
+
+    def target_scores(self, rows: list[int], prefixes, logits: torch.Tensor) -> torch.Tensor:
+        """Processed scores [R, V] of target logits [R, V]; `rows` are output rows, `prefixes` their token ids [1, n]."""
+        return self._apply(self.target, rows, prefixes, logits)
+
+    def draft_scores(self, rows: list[int], prefixes, logits: torch.Tensor) -> torch.Tensor:
+        """As `target_scores` for the drafter's logits, without custom processors."""
+        return self._apply(self.draft, rows, prefixes, logits)
