@@ -1,0 +1,184 @@
+"""All cache and mask code for targets: per-row lengths in our own buffers, and the ways in from and out to transformers'.
+
+transformers 5.13 renamed a layer's `get_max_cache_shape` to `get_max_length`; both are answered. `crop` is never called: its
+argument changed meaning in 5.15 and it can't treat rows differently.
+"""
+
+import torch
+from transformers import Cache, DynamicCache
+from transformers.cache_utils import CacheLayerMixin
+
+from hf_dspark.modeling.draft_cache import RaggedBuffer, Slots
+
+
+class RaggedLayer(CacheLayerMixin):
+    """One layer of a [`TargetCache`]: never evicts, a sliding window lives in the mask."""
+
+    is_sliding = False
+    is_croppable = False
+
+    def __init__(self, owner: "TargetCache"):
+        super().__init__()
+        self.owner, self.buffer = owner, RaggedBuffer()
+        self.is_initialized = True
+
+    def lazy_initialization(self, *args) -> None:
+        pass
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        return self.buffer.write(key_states, value_states, self.owner.slots)
+
+    def get_seq_length(self) -> int:
+        # Models only ask for this to place a mask or positions; with ragged rows we give them both.
+        return int(self.owner.lengths.max()) if len(self.owner.lengths) else 0
+
+    def get_query_offset(self) -> int:
+        return self.get_seq_length()
+
+    def get_mask_sizes(self, query_length) -> tuple[int, int]:
+        return self.owner.slots.end if self.owner.slots else self.get_seq_length(), 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length
+
+
+class TargetCache(Cache):
+    """The target's keys and values with `lengths` [B] entries per row; slot j holds the row's token j.
+
+    `draft` and `drafter` carry the drafter's cache along, so a chat continues without losing its context.
+    """
+
+    def __init__(self, config, rows: int):
+        super().__init__(layers=[RaggedLayer(self) for _ in range(config.num_hidden_layers)])
+        self.lengths = torch.zeros(rows, dtype=torch.long)
+        self.slots: Slots | None = None
+        self.draft = self.drafter = None
+
+    def place(self, count: int) -> Slots:
+        """Aim the next `update`s at the `count` slots behind each row."""
+        self.slots = Slots(self.lengths, count)
+        return self.slots
+
+    def advance(self, counts) -> None:
+        self.lengths = self.lengths + counts
+
+    def select(self, rows: list[int]) -> "TargetCache":
+        """A copy of some rows."""
+        new = TargetCache.__new__(TargetCache)
+        new.__dict__.update(self.__dict__)
+        index = torch.tensor(rows, dtype=torch.long)
+        new.lengths, new.layers = self.lengths[index], []
+        for layer in self.layers:
+            copy = RaggedLayer(new)
+            copy.buffer = layer.buffer.select(index)
+            new.layers.append(copy)
+        return new
+
+    def append(self, other: "TargetCache") -> None:
+        """Admit another cache's rows below ours."""
+        for mine, theirs in zip(self.layers, other.layers, strict=True):
+            mine.buffer.append(theirs.buffer)
+        self.lengths = torch.cat([self.lengths, other.lengths])
+
+    def to_dynamic(self) -> DynamicCache:
+        """As a `DynamicCache`, left-padded with zeros to the longest row (mask the pads as for any batch)."""
+        dynamic, longest = DynamicCache(), int(self.lengths.max())
+        for i, layer in enumerate(self.layers):
+            pair = []
+            for buffer in (layer.buffer.keys, layer.buffer.values):
+                out = buffer.new_zeros(*buffer.shape[:2], longest, buffer.shape[3])
+                for row, n in enumerate(self.lengths.tolist()):
+                    out[row, :, longest - n :] = buffer[row, :, :n]
+                pair.append(out)
+            dynamic.update(*pair, i)
+        return dynamic
+
+    def write_back(self, cache: Cache) -> None:
+        """Leave our content in the user's own cache object, as plain generation would have."""
+        if isinstance(cache, TargetCache):
+            cache.__dict__.update(self.__dict__)
+            for layer in cache.layers:
+                layer.owner = cache
+        elif isinstance(cache, DynamicCache):
+            cache.layers = self.to_dynamic().layers
+            cache.draft, cache.drafter = self.draft, self.drafter
+            cache.draft_rows = self
+
+
+def from_user_cache(config, cache, keep: torch.Tensor) -> TargetCache:
+    """Our cache from the user's, without its pads.
+
+    Args:
+        cache: a [`TargetCache`] or `DynamicCache`. keep: bool [B, P], which of its P slots hold real tokens.
+
+    Raises:
+        ValueError: for cache classes whose entries can't be read back.
+    """
+    ours = getattr(cache, "draft_rows", None)
+    if ours is not None and torch.equal(ours.lengths, keep.sum(1).cpu()):
+        return ours
+    if isinstance(cache, TargetCache):
+        return cache
+    if type(cache) is not DynamicCache:
+        raise ValueError(
+            f"past_key_values is a {type(cache).__name__}, and drafts are verified in a cache with per-row lengths that can only "
+            "take over a DynamicCache or one returned by an earlier call: pass one of those, or leave it out."
+        )
+    new = TargetCache(config, keep.shape[0])
+    for layer, theirs in zip(new.layers, cache.layers, strict=False):
+        stored, total = theirs.keys.shape[-2], keep.shape[1]
+        seen = keep[:, total - stored :]  # a sliding layer keeps only its last entries
+        evicted = keep[:, : total - stored].sum(1).tolist()
+        k = theirs.keys.new_zeros(*theirs.keys.shape[:2], total, theirs.keys.shape[3])
+        v = theirs.values.new_zeros(*theirs.values.shape[:2], total, theirs.values.shape[3])
+        for row in range(keep.shape[0]):
+            kept = seen[row].nonzero()[:, 0].to(k.device)
+            span = slice(evicted[row], evicted[row] + len(kept))
+            k[row, :, span], v[row, :, span] = theirs.keys[row, :, kept], theirs.values[row, :, kept]
+        layer.buffer.write(k, v, Slots(torch.zeros(keep.shape[0], dtype=torch.long), total))
+    new.lengths = keep.sum(1).cpu()
+    return new
+
+
+def attention_masks(model, config, slots: Slots):
+    """What to pass as `attention_mask` for queries at `slots`: None while all rows have one length, else 4D masks.
+
+    With layer types the model wants a dict, exactly where `generate` itself would build one.
+
+    Raises:
+        ValueError: for attention kernels that take no 4D mask.
+    """
+    if slots.uniform:
+        return None
+    kernel = model.config._attn_implementation
+    if kernel not in ("sdpa", "eager"):
+        raise ValueError(
+            f"attn_implementation={kernel!r} takes no per-row mask, and the rows of this batch have different lengths: load the "
+            "target with attn_implementation='sdpa', or generate one row at a time."
+        )
+    device = model.device
+    query, key = slots.index(device)[:, :, None], torch.arange(slots.end, device=device)
+    causal = key <= query
+
+    def final(mask):
+        mask = mask[:, None]
+        if kernel == "sdpa":
+            return mask
+        zero = torch.zeros((), dtype=model.dtype, device=device)
+        return torch.where(mask, zero, torch.finfo(model.dtype).min)
+
+    def of(kind):
+        if kind == "sliding_attention":
+            return final(causal & (key > query - config.sliding_window))
+        if kind == "chunked_attention":
+            return final(causal & (key // config.attention_chunk_size == query // config.attention_chunk_size))
+        return final(causal)
+
+    types = getattr(config, "layer_types", None)
+    if hasattr(config, "layer_types") and types:
+        return {kind: of(kind) for kind in set(types)}
+    if getattr(config, "sliding_window", None) is not None:
+        return of("sliding_attention")
+    return of("chunked_attention" if getattr(config, "attention_chunk_size", None) is not None else "full_attention")

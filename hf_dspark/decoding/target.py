@@ -1,0 +1,154 @@
+"""The target model: its decoder layers, the features tapped from them, and one forward with a ragged cache."""
+
+import inspect
+
+import torch
+
+from .cache import TargetCache, attention_masks
+
+# What generate() prepares by itself; anything else is an input this loop doesn't know how to continue.
+KNOWN_INPUTS = {
+    "attention_mask",
+    "position_ids",
+    "cache",
+    "past_key_values",
+    "use_cache",
+    "logits_to_keep",
+    "cache_position",
+    "token_type_ids",
+}
+
+
+def decoder_layers(target) -> torch.nn.ModuleList:
+    """The target's decoder layers, whatever its architecture calls them.
+
+    Raises:
+        ValueError: if no list of `num_hidden_layers` modules is found.
+    """
+    count = target.config.get_text_config().num_hidden_layers
+    decoder = target.get_decoder()
+    for module in decoder.modules():
+        if isinstance(module, torch.nn.ModuleList) and len(module) == count:
+            return module
+    raise ValueError(
+        f"{type(target).__name__} has no list of {count} decoder layers inside {type(decoder).__name__}, so its features can't "
+        "be tapped: use a decoder-only model with standard layers."
+    )
+
+
+class FeatureTap:
+    """Forward hooks on tapped layers, removed on exit. Hooks see every layer's output before the final norm.
+
+    Unlike `output_hidden_states`, whose indices changed meaning between transformers releases, a hook has one meaning.
+
+    Args:
+        target: the model. layer_ids (`list[int]`): 0-based layers; -1 is the input of layer 0.
+    """
+
+    def __init__(self, target, layer_ids: list[int]):
+        self.layers, self.layer_ids = decoder_layers(target), list(layer_ids)
+        self.captured: dict[int, torch.Tensor] = {}
+        self.handles: list = []
+
+    def __enter__(self) -> "FeatureTap":
+        def output_of(i):
+            def hook(module, args, output):
+                self.captured[i] = output[0] if isinstance(output, tuple) else output
+
+            return hook
+
+        def input_of(module, args, kwargs):
+            self.captured[-1] = args[0] if args else kwargs["hidden_states"]
+
+        for i in self.layer_ids:
+            if i == -1:
+                self.handles.append(self.layers[0].register_forward_pre_hook(input_of, with_kwargs=True))
+            else:
+                self.handles.append(self.layers[i].register_forward_hook(output_of(i)))
+        return self
+
+    def __exit__(self, *exc) -> None:
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+        self.captured.clear()
+
+    def features(self, device=None) -> torch.Tensor:
+        """[B, T, m*D] of the last forward, taps side by side in the listed order, on `device` (default: the first tap's)."""
+        parts = [self.captured[i] for i in self.layer_ids]
+        device = device or parts[0].device
+        return torch.cat([p.to(device) for p in parts], -1)
+
+
+class Target:
+    """A bound target inside one generate call: checked once, then called with ragged rows.
+
+    Raises:
+        ValueError: for targets whose cache can't be rolled back or whose positions can't be set.
+    """
+
+    def __init__(self, model, tap: FeatureTap):
+        self.model, self.tap = model, tap
+        self.config = model.config.get_text_config()
+        parameters = inspect.signature(model.forward).parameters
+        self.cache_name = "cache" if "cache" in parameters else "past_key_values"
+        self.keeps_logits = "logits_to_keep" in parameters
+        check_target_model(model, parameters)
+
+    def new_cache(self, rows: int) -> TargetCache:
+        return TargetCache(self.config, rows)
+
+    def forward(self, ids: torch.Tensor, cache: TargetCache, keep: torch.Tensor | int = 0, **outputs):
+        """One forward over `ids` [A, T] at each row's next slots; the cache counts nothing until `advance`.
+
+        `keep`: positions [n] whose logits are wanted, or 0 for all. `outputs`: flags such as `output_attentions`.
+        Returns the model's output, with logits [A, n or T, V], and leaves the features in `self.tap`.
+        """
+        slots = cache.place(ids.shape[1])
+        inputs = {
+            "input_ids": ids.to(self.model.device),
+            "position_ids": slots.index(self.model.device),
+            "attention_mask": attention_masks(self.model, self.config, slots),
+            self.cache_name: cache,
+            "use_cache": True,
+            **outputs,
+        }
+        if self.keeps_logits:
+            inputs["logits_to_keep"] = keep
+        with torch.no_grad():
+            out = self.model(**inputs, return_dict=True)
+        if not self.keeps_logits and not isinstance(keep, int):
+            out.logits = out.logits[:, keep]
+        return out
+
+
+def check_target_model(model, parameters) -> None:
+    """Refuse targets the loop can't be exact with, in words."""
+    name, text = type(model).__name__, model.config.get_text_config()
+    if model.config.is_encoder_decoder:
+        raise ValueError(
+            f"{name} is an encoder-decoder model, and drafters read the hidden states of decoder-only targets: use a causal "
+            "language model, or transformers' own assistant for this one."
+        )
+    if getattr(model, "_is_stateful", False):
+        raise ValueError(
+            f"{name} keeps a recurrent state that can't be taken back when a draft is rejected: generate without "
+            "assistant_model, or use a target with attention layers only."
+        )
+    odd = sorted(set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention", "chunked_attention"})
+    if odd:
+        raise ValueError(
+            f"{name} has layers of type {', '.join(odd)}, whose cache can't be rolled back row by row: generate without "
+            "assistant_model, or use a target with attention layers only."
+        )
+    if "position_ids" not in parameters:
+        raise ValueError(
+            f"{name}.forward takes no position_ids, so rows of different lengths can't be placed (ALiBi models are of this "
+            "kind): generate without assistant_model, or use a target with rotary or learned positions."
+        )
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    if isinstance(rope, dict) and rope.get("mrope_section"):
+        raise ValueError(
+            f"{name} uses multimodal rotary positions (mrope_section), which have three components per token: use its text-only "
+            "sibling, or generate without assistant_model."
+        )

@@ -1,0 +1,224 @@
+"""Drafter + cache + knobs + noise -> drafts. The decode loop and the stock engine drive the same proposer."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from hf_dspark.modeling import SpeculationConfig
+from hf_dspark.verification.chain import Noise
+from hf_dspark.verification.probabilities import Scorer
+
+
+@dataclass
+class Draft:
+    """What one round proposes for A active rows.
+
+    `tokens` [A, L] target ids; `lengths` [A] drafts to verify; `q` [A, L, V] the distributions they were drawn from, or None
+    for deterministic drafts; `log_q` [A, L] log-probabilities of the tokens at temperature 1, unwarped; `confidence` [A, L]
+    or None; `stages` [A] drafting stages; `stage_length` drafts of a whole stage.
+    """
+
+    tokens: torch.Tensor
+    lengths: list[int]
+    q: torch.Tensor | None
+    log_q: torch.Tensor
+    confidence: torch.Tensor | None
+    stages: list[int]
+    stage_length: int
+
+
+@dataclass
+class Context:
+    """What drafting may know of the active rows.
+
+    `rows` [A] output rows; `ids` [A, capacity] token buffer, drafts are written behind each row's `lengths` [A] committed
+    tokens; `room` [A] most drafts worth making; `stop_ids` end a draft; `scorer` and `noise` as for the target.
+    """
+
+    rows: list[int]
+    ids: torch.Tensor
+    lengths: list[int]
+    room: list[int]
+    stop_ids: frozenset[int]
+    scorer: Scorer
+    noise: Noise | None
+
+
+class Proposer:
+    """Drafts for a batch of rows; holds the drafter's cache.
+
+    Args:
+        drafter: a bound drafter. speculation ([`SpeculationConfig`]): the call's knobs.
+        first_positions ([B]): true positions of the first features to come. cache: a cache to continue, instead.
+        gate: `gate(score, stage) -> bool` for DLoop, given a block's summed log-probability.
+    """
+
+    def __init__(self, drafter, speculation: SpeculationConfig, first_positions, cache=None, gate: Callable | None = None):
+        self.drafter, self.speculation, self.gate = drafter, speculation, gate
+        self.cache = drafter.new_cache(first_positions) if cache is None else cache
+        self.seed: torch.Tensor | None = None  # [A, D], recursive drafters only
+        trained = drafter.config.max_block
+        wanted = speculation.num_draft_tokens
+        self.block = trained if wanted is None else wanted
+        self.temperatures = drafter.config.confidence_temperatures
+
+    # ------------------------------------------------------------------ committed tokens
+
+    def observe(self, features: torch.Tensor, next_tokens: torch.Tensor, valid: torch.Tensor) -> None:
+        """Extend the drafter's context: features [A, T, m*D] of the tokens fed, the token after each [A, T], which count."""
+        self.seed = self.drafter.extend(self.cache, features, next_tokens, valid)
+
+    def select(self, rows: list[int]) -> None:
+        """Keep only these active rows."""
+        index = torch.tensor(rows, dtype=torch.long)
+        self.cache = self.cache.select(index)
+        self.seed = None if self.seed is None else self.seed[index.to(self.seed.device)]
+
+    # ------------------------------------------------------------------ drafting
+
+    @torch.no_grad()
+    def propose(self, context: Context) -> Draft:
+        """Draft behind the committed tokens of `context`. The drafter's cache is afterwards as it was before."""
+        mark = self.cache.mark()
+        try:
+            return self._stages(context)
+        finally:
+            self.cache.rollback(mark)
+
+    def _stages(self, context: Context) -> Draft:
+        active = list(range(len(context.rows)))
+        anchors = context.ids[active, [n - 1 for n in context.lengths]]
+        stage, cache = 1, self.cache
+        first = self._stage(context, active, cache, anchors, self.seed, None, 0)
+        parts, lengths, stages = [(active, first)], list(first.lengths), [1] * len(active)
+        latest = first
+        while latest.state is not None and stage < self._max_stages():
+            go = [
+                j
+                for j, r in enumerate(active)
+                if latest.whole[j] and context.room[r] > lengths[r] and self._passes(latest, j, stage)
+            ]
+            if not go:
+                break
+            if len(go) < len(active):  # rows that stop leave a copy behind; pseudo-context never outlives the round
+                index = torch.tensor(go)
+                cache, latest.state = cache.select(index), latest.state.select(index.to(latest.state.pseudo.device))
+            active = [active[j] for j in go]
+            anchors = latest.tokens[go, -1]
+            latest = self._stage(context, active, cache, anchors, None, latest.state.pseudo, stage * self.block)
+            for j, r in enumerate(active):
+                lengths[r] += latest.lengths[j]
+                stages[r] += 1
+            parts.append((active, latest))
+            stage += 1
+        return self._join(parts, lengths, stages)
+
+    def _max_stages(self) -> int:
+        return self.speculation.max_draft_stages if self.gate is not None else 1
+
+    def _passes(self, block: "_Block", j: int, stage: int) -> bool:
+        return self.gate(float(block.log_q[j].sum()), stage)
+
+    def _stage(self, context, active, cache, anchors, seed, pseudo, offset) -> "_Block":
+        """One block for rows `active`; `offset` drafts lie before it."""
+        room = [context.room[r] - offset for r in active]
+        steps = min(self.block, max(room, default=0))
+        if steps <= 0:
+            empty = anchors.new_zeros(len(active), 0)
+            return _Block(empty, [0] * len(active), None, empty.float(), None, [False] * len(active), None)
+        state = self.drafter.start(cache, anchors, seed, pseudo, steps)
+        lengths, stopped, prev = [min(steps, n) for n in room], [n <= 0 for n in room], anchors
+        tokens, qs, log_qs, confidences = [], [], [], []
+        for k in range(steps):
+            logits, confidence, state = self.drafter.step(cache, state, prev)
+            if confidence is not None:
+                t = 1.0 if self.temperatures is None else self.temperatures[min(k, len(self.temperatures) - 1)]
+                confidences.append(torch.sigmoid(confidence / t))
+                self._cut(confidences[-1], k, lengths, stopped)
+            prev, q, log_q = self._choose(context, active, offset + k, logits)
+            tokens.append(prev)
+            qs.append(q)
+            log_qs.append(log_q)
+            if context.stop_ids:
+                for j, token in enumerate(prev.tolist()):
+                    if token in context.stop_ids and not stopped[j]:
+                        lengths[j], stopped[j] = min(lengths[j], k + 1), True
+            if all(stop or n <= k + 1 for stop, n in zip(stopped, lengths)):
+                break
+        whole = [n == self.block and not stop for n, stop in zip(lengths, stopped)]
+        q = None if qs[0] is None else torch.stack(qs, 1)
+        conf = torch.stack(confidences, 1) if confidences else None
+        return _Block(torch.stack(tokens, 1), lengths, q, torch.stack(log_qs, 1), conf, whole, state)
+
+    def _cut(self, confidence, k, lengths, stopped) -> None:
+        """The prefix rule: no draft from the first one below the threshold on. Looks at no draft it decides about."""
+        if self.speculation.confidence_threshold > 0:
+            for j, c in enumerate(confidence.tolist()):
+                if c < self.speculation.confidence_threshold and not stopped[j]:
+                    lengths[j], stopped[j] = min(lengths[j], k), True
+
+    def _choose(self, context: Context, active, k, logits):
+        """Draft k of rows `active` from draft logits [A, Vd]: token [A], q [A, V] or None, log-probability [A]."""
+        drafter = self.drafter
+        log_probs = logits.log_softmax(-1)
+        if context.noise is None and context.scorer.empty:
+            draft_ids = logits.argmax(-1)
+            tokens, q = drafter.target_ids(draft_ids), None
+            chosen = log_probs.gather(-1, draft_ids[:, None])[:, 0]
+        else:
+            tokens, q, chosen = self._choose_scored(context, active, k, logits, log_probs)
+        tokens = tokens.to(context.ids.device)
+        columns = [context.lengths[r] + k for r in active]
+        context.ids[active, columns] = tokens
+        return tokens, q, chosen
+
+    def _choose_scored(self, context, active, k, logits, log_probs):
+        if hasattr(self.drafter, "d2t"):
+            full = logits.new_full((len(active), self.drafter.config.vocab_size), -torch.inf)
+            index = self.drafter.target_ids()
+            logits, log_probs = full.index_copy(1, index, logits), full.index_copy(1, index, log_probs)
+        prefixes = [context.ids[r : r + 1, : context.lengths[r] + k] for r in active]
+        rows = [context.rows[r] for r in active]
+        scores = context.scorer.draft_scores(rows, prefixes, logits)
+        hopeless = ~torch.isfinite(scores).any(-1, keepdim=True)  # nothing allowed is in the drafter's vocabulary
+        scores = torch.where(hopeless, logits.float(), scores)
+        if context.noise is None:
+            tokens, q = scores.argmax(-1), None
+        elif self.speculation.verification == "match":
+            tokens, q = context.noise.sample(scores, active, k, "target"), None  # shared noise raises acceptance
+        else:
+            tokens, q = context.noise.sample(scores, active, k, "draft"), scores.softmax(-1)
+        return tokens, q, log_probs.gather(-1, tokens[:, None])[:, 0]
+
+    def _join(self, parts, lengths, stages) -> Draft:
+        """Lay the stages of each row side by side; a row without a later stage holds zeros there, beyond its length."""
+        (rows, first), rest = parts[0], parts[1:]
+        if not rest:
+            return Draft(first.tokens, lengths, first.q, first.log_q, first.confidence, stages, self.block)
+
+        def joined(name):
+            columns = [getattr(first, name)]
+            if columns[0] is None:
+                return None
+            for active, block in rest:
+                value = getattr(block, name)
+                wide = value.new_zeros(len(rows), *value.shape[1:])
+                wide[active] = value
+                columns.append(wide)
+            return torch.cat(columns, 1)
+
+        return Draft(
+            joined("tokens"), lengths, joined("q"), joined("log_q"), joined("confidence"), stages, self.block
+        )
+
+
+@dataclass
+class _Block:
+    tokens: torch.Tensor
+    lengths: list[int]
+    q: torch.Tensor | None
+    log_q: torch.Tensor
+    confidence: torch.Tensor | None
+    whole: list[bool]
+    state: object
