@@ -1,0 +1,106 @@
+"""`AutoDrafter`: any published drafter checkpoint, local or on the Hub, as one of ours."""
+
+import torch
+
+from hf_dspark.modeling import DSparkConfig, DSparkDrafter
+from hf_dspark.modeling.drafter import check_target
+
+from .hub.checkpoint import Checkpoint
+from .hub.formats import detect
+from .hub.importer import BORROWED, import_drafter
+
+OWN = {DSparkConfig.model_type: DSparkDrafter}
+
+
+class AutoDrafter:
+    """Loads drafters; see [`AutoDrafter.from_pretrained`]."""
+
+    def __init__(self):
+        raise TypeError("AutoDrafter isn't instantiated: call AutoDrafter.from_pretrained(repo_or_path, target=target).")
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        repo_or_path,
+        target=None,
+        dtype=None,
+        device_map=None,
+        revision=None,
+        token=None,
+        cache_dir=None,
+        local_files_only=False,
+        force_download=False,
+        subfolder="",
+        trust_remote_code=False,
+        **overrides,
+    ):
+        """Load a drafter in any published format, strictly.
+
+        Every tensor is loaded, borrowed from the target on purpose, or an error names it. With `target`, a drafter of
+        other sizes is refused before its weights are fetched, and the drafter comes back bound.
+
+        Args:
+            repo_or_path (`str` or `PathLike`): a Hub id, or a folder with `config.json` and weights.
+            target (`PreTrainedModel`, *optional*): the model to draft for. Gives dtype and device, where not passed.
+            dtype (`torch.dtype` or `str`, *optional*): defaults to the target's, else the file's.
+            device_map (`str`, `torch.device` or `dict`, *optional*): where to put the drafter.
+            revision, token, cache_dir, local_files_only, force_download, subfolder: as in `huggingface_hub`.
+            trust_remote_code (`bool`): accepted for symmetry; no format needs code from the checkpoint, and none is run.
+            overrides: fields of our config that the file leaves open or gets wrong, such as
+                `sample_from_anchor=True` or `target_layer_ids=[1, 9, 17]` (0-based layer outputs).
+
+        Returns:
+            [`DSparkDrafter`] or [`Eagle3Drafter`], in eval mode. `drafter.sources` says where each tensor came from.
+
+        Raises:
+            OSError: nothing there, or the Hub can't be reached.
+            ValueError: an unsupported format, a config that contradicts itself or the tensors, a target of other sizes, or
+                a tensor that is missing, unknown or of another shape.
+        """
+        hub = {
+            "revision": revision,
+            "token": token,
+            "cache_dir": cache_dir,
+            "local_files_only": local_files_only,
+            "force_download": force_download,
+        }
+        checkpoint = Checkpoint.open(repo_or_path, subfolder=subfolder, **hub)
+        load = {"dtype": dtype or getattr(target, "dtype", None)}
+        if isinstance(device_map, dict) or device_map in ("auto", "balanced", "sequential"):
+            load["device_map"] = device_map
+        if detect(checkpoint.name, checkpoint.config) == "hf":
+            drafter = _load_own(checkpoint, target, load, overrides, subfolder=subfolder, **hub)
+        else:
+            drafter = import_drafter(checkpoint, getattr(target, "config", None), overrides, **load)
+        if "device_map" not in load and (place := device_map or _device_of(target)) is not None:
+            drafter.to(torch.device(place))
+        for name, owned in (("embed_tokens", drafter.config.own_embedding), ("lm_head", drafter.config.own_head)):
+            if not owned:
+                drafter.sources[f"{name}.weight"] = BORROWED
+        if target is not None:
+            drafter.bind(target)
+        return drafter.eval()
+
+    @classmethod
+    def from_target(cls, target):
+        """The multi-token-prediction heads a target carries in its own checkpoint, as a drafter."""
+        raise NotImplementedError(
+            f"AutoDrafter.from_target got a {type(target).__name__}, and multi-token-prediction heads can't be loaded yet: use "
+            "AutoDrafter.from_pretrained with a published drafter of this target, or train one."
+        )
+
+
+def _load_own(checkpoint, target, load, overrides, **hub):
+    cls = OWN[checkpoint.config["model_type"]]
+    if target is not None:
+        check_target(cls.config_class.from_dict({**checkpoint.config, **overrides}), target.config)
+    if load["dtype"] is None:
+        del load["dtype"]
+    drafter = cls.from_pretrained(checkpoint.name, **load, **overrides, **hub)
+    drafter.sources = dict.fromkeys(drafter.state_dict(), checkpoint.name)
+    return drafter
+
+
+def _device_of(target):
+    device = getattr(target, "device", None)
+    return None if device is None or device.type == "meta" else device

@@ -1,0 +1,1 @@
+"""Published checkpoints: importers, exporters, cards."""

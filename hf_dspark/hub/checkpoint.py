@@ -1,0 +1,110 @@
+"""Files of a drafter checkpoint, local or on the Hub: the config, the tensors' shapes, and only then their values."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from transformers.utils import cached_file
+
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+
+
+@dataclass
+class Checkpoint:
+    """A drafter's folder. Nothing but `config.json` is fetched or opened before `files` is asked for.
+
+    `fetch(filename, required)` gives a local path, or `None` where the file is neither there nor required.
+    """
+
+    name: str
+    fetch: Callable[..., str | None]
+    config: dict = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, repo_or_path, subfolder="", **hub) -> "Checkpoint":
+        """`hub`: `revision`, `token`, `cache_dir`, `local_files_only`, `force_download`.
+
+        Raises:
+            OSError: no such folder or repo, no `config.json` in it, or the Hub can't be reached.
+        """
+        name = str(repo_or_path)
+        if Path(name).is_file():
+            raise OSError(f"{name} is a file, and a drafter is a folder with config.json and weights: give the folder.")
+
+        def fetch(filename, required=False):
+            return cached_file(
+                name, filename, subfolder=subfolder, _raise_exceptions_for_missing_entries=required, **hub
+            )
+
+        path = fetch("config.json", required=True)
+        return cls(name, fetch, json.loads(Path(path).read_text(encoding="utf-8")))
+
+    @cached_property
+    def files(self) -> dict[str, "_File"]:
+        """Tensor name -> the open file it lies in; safetensors before pickles, one file or sharded."""
+        for filename in WEIGHTS:
+            path = self.fetch(filename)
+            if path is None:
+                continue
+            if not filename.endswith(".json"):
+                opened = _open(path)
+                return dict.fromkeys(opened.names(), opened)
+            weight_map = json.loads(Path(path).read_text(encoding="utf-8"))["weight_map"]
+            shards = {shard: _open(self.fetch(shard, required=True)) for shard in sorted(set(weight_map.values()))}
+            lost = [f"{name} ({shard})" for name, shard in weight_map.items() if name not in shards[shard].names()]
+            if lost:
+                raise ValueError(
+                    f"{self.name}: {filename} promises tensors its shards don't hold: {', '.join(lost)}. Download the "
+                    "checkpoint again."
+                )
+            return {name: shards[shard] for name, shard in weight_map.items()}
+        raise OSError(f"{self.name} has a config.json but no weights: it needs one of {', '.join(WEIGHTS)}.")
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Tensor name -> shape, read from the headers."""
+        return {name: file.shape(name) for name, file in self.files.items()}
+
+    def read(self, name: str) -> torch.Tensor:
+        return self.files[name].read(name)
+
+
+class _SafeTensors:
+    def __init__(self, path):
+        self.handle = safe_open(path, framework="pt")
+        self.names = partial(set, self.handle.keys())
+
+    def shape(self, name):
+        return tuple(self.handle.get_slice(name).get_shape())
+
+    def read(self, name):
+        return self.handle.get_tensor(name)
+
+
+class _Pickle:
+    def __init__(self, path):
+        self.tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        self.names = self.tensors.keys
+
+    def shape(self, name):
+        return tuple(self.tensors[name].shape)
+
+    def read(self, name):
+        return self.tensors[name]
+
+
+_File = _SafeTensors | _Pickle
+
+
+def _open(path: str) -> _File:
+    try:
+        return _SafeTensors(path) if path.endswith(".safetensors") else _Pickle(path)
+    except Exception as error:
+        raise ValueError(
+            f"{path} can't be read as weights ({type(error).__name__}: {error}): the file is damaged or cut short. Download "
+            "it again (force_download=True)."
+        ) from error

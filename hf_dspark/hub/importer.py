@@ -1,0 +1,134 @@
+"""From a published checkpoint to one of our drafters: decide, check, and only then read weights."""
+
+from types import SimpleNamespace
+
+import torch
+
+from hf_dspark.modeling.drafter import check_target
+
+from . import blocks
+from .checkpoint import Checkpoint
+from .facts import REDUNDANT, class_defaults, reconcile
+from .formats import detect
+from .vocabulary import to_offsets
+
+BORROWED = "target (borrowed)"
+
+
+def import_drafter(checkpoint: Checkpoint, target_config=None, overrides=None, **load):
+    """A drafter of any published format. `overrides`: facts in the words of our config that win over the file's own config.
+
+    Raises:
+        ValueError: an unsupported format, a config that contradicts itself or the tensors, a target of other sizes, or a
+            tensor that is missing, unknown or of another shape, each by name.
+    """
+    config, overrides = checkpoint.config, {k: (v, "argument") for k, v in (overrides or {}).items() if v is not None}
+    family = detect(checkpoint.name, config)
+    if family and target_config is not None:
+        check_stated(_stated(config, family, target_config, overrides), target_config)
+    names = short_names(checkpoint)
+    family = detect(checkpoint.name, config, list(names))
+    shapes = {short: checkpoint.shapes[name] for short, name in names.items()}
+    facts = _stated(config, family, target_config, overrides)
+    importer = _importer(family)
+    seen = importer.measured(shapes, facts, config, family)
+    values = reconcile(facts, seen)
+    drafter_config = importer.build(_completed(values, checkpoint.name, config, target_config), config)
+    if target_config is not None:
+        check_target(drafter_config, target_config)
+    return _load(checkpoint, names, drafter_config, importer, family, load)
+
+
+def _importer(family):
+    return blocks
+
+
+def _stated(config, family, target_config, overrides):
+    return {**_importer(family).stated(config, family), **overrides}
+
+
+def short_names(checkpoint: Checkpoint) -> dict[str, str]:
+    """Names without `model.` and `logit_head.` -> names in the file; tensors that can be recomputed are left out."""
+    names = {}
+    for name in checkpoint.shapes:
+        short = name.removeprefix("model.").removeprefix("logit_head.").replace("midlayer.", "layers.0.")
+        if REDUNDANT.search(short):
+            continue
+        if short in names:
+            raise ValueError(f"{checkpoint.name} holds both {names[short]} and {name}, which mean one tensor: remove one.")
+        names[short] = name
+    return names
+
+
+def check_stated(facts: dict, target_config) -> None:
+    """Refuse a wrong target by the drafter's config alone, before any weight is fetched or opened."""
+    text = target_config.get_text_config()
+    value = {key: fact[0] for key, fact in facts.items()}
+    hidden = value.get("target_hidden_size") or value.get("hidden_size") or text.hidden_size
+    check_target(
+        SimpleNamespace(
+            vocab_size=value.get("vocab_size", text.vocab_size),
+            hidden_size=value.get("hidden_size", hidden),
+            target_hidden_size=hidden,
+            num_target_layers=value.get("num_target_layers"),
+            target_layer_ids=value["target_layer_ids"],
+            target_name=value.get("target_name"),
+            own_embedding=True,
+            own_head=True,
+        ),
+        target_config,
+    )
+
+
+def _completed(values, name, config, target_config):
+    """The two facts some files leave to the target or to the reader."""
+    if "vocab_size" not in values:
+        if target_config is not None:
+            values["vocab_size"] = target_config.get_text_config().vocab_size
+        elif "transformer_layer_config" in config:
+            values["vocab_size"] = class_defaults(config["transformer_layer_config"]).vocab_size
+        else:
+            raise ValueError(f"{name} doesn't say how large its vocabulary is: pass target=..., which knows.")
+    if values.get("sample_from_anchor", ...) is None or "block_size" in values and "sample_from_anchor" not in values:
+        raise ValueError(
+            f"{name} doesn't say whether slot k of a block predicts position p + k + 1 or p + k, and its kind of file exists "
+            "both ways; the wrong way loads cleanly and drafts noise. Pass sample_from_anchor=True (a block of "
+            f"{values['block_size']} gives {values['block_size']} drafts) or False (one less)."
+        )
+    return values
+
+
+def _load(checkpoint, names, config, importer, family, load):
+    model_class = importer.MODEL
+    plan = {importer.our_name(short, family): name for short, name in names.items() if short not in ("d2t", "t2d")}
+    offsets = to_offsets(
+        *(checkpoint.read(names[key]) if key in names else None for key in ("d2t", "t2d")),
+        config.draft_vocab_size,
+        config.vocab_size,
+    )
+    check_complete(checkpoint, plan, config, importer, family)
+    weights = {ours: checkpoint.read(name) for ours, name in plan.items()}
+    if load.get("dtype") is None:
+        load["dtype"] = weights["fc.weight"].dtype
+    if offsets is not None:
+        weights["d2t"] = offsets
+    drafter = model_class.from_pretrained(None, config=config, state_dict=weights, **load)
+    drafter.sources = {ours: f"{checkpoint.name}: {name}" for ours, name in plan.items()}
+    return drafter
+
+
+def check_complete(checkpoint, plan: dict[str, str], config, importer, family) -> None:
+    """Every tensor of the model has one in the file of the same shape, and the other way round; names are the file's."""
+    with torch.device("meta"):
+        expected = {name: tuple(p.shape) for name, p in importer.MODEL(config).state_dict().items() if name != "d2t"}
+    faults = [f"missing {importer.their_name(ours, family)}" for ours in expected.keys() - plan.keys()]
+    faults += [f"unknown {plan[ours]}" for ours in plan.keys() - expected.keys()]
+    for ours in expected.keys() & plan.keys():
+        found = checkpoint.shapes[plan[ours]]
+        if found != expected[ours]:
+            faults.append(f"{plan[ours]} has shape {list(found)} instead of {list(expected[ours])}")
+    if faults:
+        raise ValueError(
+            f"{checkpoint.name}: the tensors don't make a {importer.MODEL.__name__}: {'; '.join(sorted(faults))}. Half-loaded it "
+            "would draft noise: get the complete file, or correct the config that describes it."
+        )
