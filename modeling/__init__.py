@@ -1,7 +1,9 @@
 """What is published to the Hub: configurations and models of drafters. Weights and a pure forward, nothing else."""
 
 from .configuration_dspark import DSparkConfig
+from .configuration_eagle3 import Eagle3Config
 from .configuration_speculation import SpeculationConfig
 from .modeling_dspark import DSparkDrafter
+from .modeling_eagle3 import Eagle3Drafter
 
-__all__ = ["DSparkConfig", "DSparkDrafter", "SpeculationConfig"]
+__all__ = ["DSparkConfig", "DSparkDrafter", "Eagle3Config", "Eagle3Drafter", "SpeculationConfig"]

@@ -8,21 +8,25 @@ ENGINES = ("own", "stock")
 
 @dataclass
 class SpeculationConfig:
-    """How to draft and verify; stored in a drafter's `config.json`, or passed per call as `generate(..., speculation=...)`.
+    """How to draft and verify: stored in a drafter's `config.json`, or given to a call as `generate(speculation=...)`.
 
     Args:
         num_draft_tokens (`int`, *optional*): drafts per stage. `None` means the length the drafter was trained for.
-        confidence_threshold (`float`, defaults to 0.0): stop before the first draft whose confidence is below it. 0 disables.
-        verification (`str`, defaults to `"ratio"`): `"ratio"` (speculative sampling, arXiv 2211.17192), `"block"` (block
-            verification, arXiv 2403.10444) or `"match"` (sample the target and compare). All three give the target's
-            distribution; with `do_sample=False` all three are greedy decoding. `"match"` with a `seed` also gives the very
-            tokens of keyed sampling without a drafter.
-        seed (`int`, *optional*): key of the counter-based noise. `None` draws one from torch's generator, so `set_seed` rules.
+        confidence_threshold (`float`, defaults to 0.0): stop before the first draft whose confidence is below it. 0
+            disables.
+        verification (`str`, defaults to `"ratio"`): `"ratio"` (speculative sampling, arXiv 2211.17192), `"block"`
+            (block verification, arXiv 2403.10444) or `"match"` (sample the target and compare). All three give the
+            target's distribution; with `do_sample=False` all three are greedy decoding. `"match"` with a `seed` also
+            gives the very tokens of keyed sampling without a drafter.
+        seed (`int`, *optional*): key of the counter-based noise. `None` draws one from torch's generator, so
+            `set_seed` rules.
         loop_gate (`float` or `"auto"`, *optional*): DLoop. Draft another stage while the latest stage's summed
             log-probability is at least this. `"auto"` uses the measured break-even point. `None` drafts one stage.
         max_draft_stages (`int`, defaults to 8): upper bound on stages per round when `loop_gate` is set.
-        scheduler (`str`, *optional*): `"auto"` verifies only as many drafts as pay on this machine. `None` verifies all.
-        engine (`str`, defaults to `"own"`): `"own"` is this library's loop, `"stock"` transformers' assisted loop (batch 1).
+        scheduler (`str`, *optional*): `"auto"` verifies only as many drafts as pay on this machine. `None` verifies
+            all.
+        engine (`str`, defaults to `"own"`): `"own"` is this library's loop, `"stock"` transformers' assisted loop
+            (batch 1).
     """
 
     num_draft_tokens: int | None = None
@@ -37,12 +41,13 @@ class SpeculationConfig:
     def __post_init__(self):
         if self.num_draft_tokens is not None and self.num_draft_tokens < 0:
             raise ValueError(
-                f"num_draft_tokens={self.num_draft_tokens} is negative, and a block can't have fewer than 0 drafts: set a "
-                "positive number, 0 for plain decoding, or None for the drafter's trained length."
+                f"num_draft_tokens={self.num_draft_tokens} is negative, and a block can't have fewer than 0 drafts: "
+                "set a positive number, 0 for plain decoding, or None for the drafter's trained length."
             )
         if not 0.0 <= self.confidence_threshold <= 1.0:
             raise ValueError(
-                f"confidence_threshold={self.confidence_threshold} is no probability: set a number in [0, 1], 0 to disable."
+                f"confidence_threshold={self.confidence_threshold} is no probability: set a number in [0, 1], 0 to "
+                "disable."
             )
         for name, value, allowed in (
             ("verification", self.verification, VERIFICATIONS),
@@ -52,7 +57,9 @@ class SpeculationConfig:
             if value not in allowed:
                 raise ValueError(f"{name}={value!r} is unknown: set one of {allowed}.")
         if isinstance(self.loop_gate, str) and self.loop_gate != "auto":
-            raise ValueError(f"loop_gate={self.loop_gate!r} is unknown: set a log-probability such as -0.5, 'auto' or None.")
+            raise ValueError(
+                f"loop_gate={self.loop_gate!r} is unknown: set a log-probability such as -0.5, 'auto' or None."
+            )
         if self.max_draft_stages < 1:
             raise ValueError(f"max_draft_stages={self.max_draft_stages} drafts nothing: set at least 1.")
 

@@ -44,7 +44,7 @@ class DraftAttention(nn.Module):
         self.q_proj = nn.Linear(size, heads * self.head_dim, bias=config.attention_bias)
         self.k_proj = nn.Linear(size, kv_heads * self.head_dim, bias=config.attention_bias)
         self.v_proj = nn.Linear(size, kv_heads * self.head_dim, bias=config.attention_bias)
-        self.o_proj = nn.Linear(heads * self.head_dim, config.hidden_size, bias=False)
+        self.o_proj = nn.Linear(heads * self.head_dim, config.hidden_size, bias=config.attention_output_bias)
         norm = RMSNorm if config.qk_norm else lambda *args, **kwargs: nn.Identity()
         self.q_norm = norm(self.head_dim, eps=config.rms_norm_eps)
         self.k_norm = norm(self.head_dim, eps=config.rms_norm_eps)
