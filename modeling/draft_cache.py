@@ -74,8 +74,8 @@ class RaggedBuffer:
 class DraftCache:
     """A drafter's cache: K/V of context features, `lengths` [B] entries per row, of true positions `first[b] + slot`.
 
-    A block is written behind the context without being counted, so the next `extend` overwrites it; what a drafter feeds
-    itself (pseudo-context, recursion) is counted until `rollback`.
+    A block is written behind the context without being counted, so the next `extend` overwrites it; what a drafter
+    feeds itself (pseudo-context, recursion) is counted until `rollback`.
     """
 
     def __init__(self, num_layers: int, first_positions: torch.Tensor):

@@ -8,8 +8,8 @@ from transformers import PreTrainedModel
 from .configuration_speculation import SpeculationConfig
 
 INSTALL = (
-    "This drafter needs its decoding library beside it, and only the model files are here: `pip install hf-dspark` and "
-    "`import hf_dspark` before calling `generate(assistant_model=...)`."
+    "This drafter needs its decoding library beside it, and only the model files are here: `pip install hf-dspark` "
+    "and `import hf_dspark` before calling `generate(assistant_model=...)`."
 )
 
 
@@ -27,7 +27,8 @@ def check_target(config, target_config) -> None:
     if config.num_target_layers is not None:
         asks.append(("number of layers (num_target_layers)", config.num_target_layers, text.num_hidden_layers))
     if not (config.own_embedding and config.own_head):
-        asks.append(("hidden size, as the embedding or head is borrowed (hidden_size)", config.hidden_size, text.hidden_size))
+        what = "hidden size, as the embedding or head is borrowed (hidden_size)"
+        asks.append((what, config.hidden_size, text.hidden_size))
     for what, ours, theirs in asks:
         if ours != theirs:
             made_for = f" (it was made for {config.target_name})" if config.target_name else ""
@@ -38,8 +39,9 @@ def check_target(config, target_config) -> None:
     highest = max(config.target_layer_ids)
     if highest > text.num_hidden_layers - 2:
         raise ValueError(
-            f"target_layer_ids={config.target_layer_ids} taps layer {highest}, and a target of {text.num_hidden_layers} layers "
-            f"has taps 0..{text.num_hidden_layers - 2}: the drafter belongs to a deeper target."
+            f"target_layer_ids={config.target_layer_ids} taps layer {highest}, and a target of "
+            f"{text.num_hidden_layers} layers has taps 0..{text.num_hidden_layers - 2}: the drafter belongs to a deeper "
+            "target."
         )
 
 
@@ -97,23 +99,27 @@ class Drafter(PreTrainedModel):
         if any(faults.values()):
             listing = "; ".join(f"{k.replace('_keys', '')}: {', '.join(v)}" for k, v in faults.items() if v)
             raise ValueError(
-                f"The checkpoint doesn't fit {cls.__name__} ({listing}). A half-loaded drafter drafts noise: get the complete "
-                "file, or correct the config that describes it."
+                f"The checkpoint doesn't fit {cls.__name__} ({listing}). A half-loaded drafter drafts noise: get the "
+                "complete file, or correct the config that describes it."
             )
         return (model, info) if output_loading_info else model
 
     # ------------------------------------------------------------------ the target
 
     def bind(self, target) -> "Drafter":
-        """Check `target` and borrow its embedding and head as modules (so quantised and LoRA targets work). Idempotent."""
+        """Check `target` and borrow its embedding and head: as modules, so that quantised and LoRA targets work.
+
+        Idempotent.
+        """
         if self._bound.get("target") is target:
             return self
         check_target(self.config, target.config)
         embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
         if self.config.mask_token_id is not None and self.config.mask_token_id >= embedding.weight.shape[0]:
             raise ValueError(
-                f"mask_token_id={self.config.mask_token_id} lies outside the target's {embedding.weight.shape[0]} embeddings: "
-                "set mask_token_id to the id the drafter was trained with, or resize the target's embeddings."
+                f"mask_token_id={self.config.mask_token_id} lies outside the target's {embedding.weight.shape[0]} "
+                "embeddings: set mask_token_id to the id the drafter was trained with, or resize the target's "
+                "embeddings."
             )
         self._bound.update(target=target, embedding=embedding, head=head, rows=None)
         text = target.config.get_text_config()
@@ -124,8 +130,8 @@ class Drafter(PreTrainedModel):
     def _borrowed(self, what: str):
         if what not in self._bound:
             raise ValueError(
-                f"This drafter borrows its {what} from the target and none is bound: call drafter.bind(target), or pass "
-                "target=... to AutoDrafter.from_pretrained."
+                f"This drafter borrows its {what} from the target and none is bound: call drafter.bind(target), or "
+                "pass target=... to AutoDrafter.from_pretrained."
             )
         return self._bound[what]
 

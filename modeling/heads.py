@@ -1,7 +1,7 @@
 """Correction heads: small causal models that walk a block left to right and correct its parallel logits.
 
-Each has `step` for decoding (one draft, explicit state) and `block` for training (teacher forced); a test holds them equal.
-The confidence feature of the Markov family is its embedding of the previous token.
+Each has `step` for decoding (one draft, explicit state) and `block` for training (teacher forced); a test holds them
+equal. The confidence feature of the Markov family is its embedding of the previous token.
 """
 
 import torch
@@ -37,7 +37,7 @@ class MarkovHead(nn.Module):
         g = torch.sigmoid(g)
         return g * memory + (1 - g) * torch.tanh(c), torch.tanh(o)
 
-    def step(self, memory, prev: torch.Tensor, hidden: torch.Tensor, embed) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def step(self, memory, prev, hidden, embed) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Bias [B, Vd] of one draft after `prev` [B], backbone state `hidden` [B, D]; and the next memory."""
         e = self.features(prev)
         if self.kind == "rnn":
@@ -66,7 +66,7 @@ class MarkovHead(nn.Module):
 
 
 class DominoHead(nn.Module):
-    """Domino's causal correction (arXiv 2605.29707): a GRU over token embeddings and a bottleneck beside the backbone state.
+    """Domino's causal correction (arXiv 2605.29707): a GRU over token embeddings, then a bottleneck.
 
     The first `pure_draft_prefix_len` drafts stay uncorrected; the GRU still reads their tokens.
     """

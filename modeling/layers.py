@@ -1,4 +1,4 @@
-"""The decoder layer of a block drafter: queries from the block, keys and values from injected context and the block."""
+"""Attention and the decoder layer of the drafters; keys and values may come from injected context."""
 
 import torch
 from torch import nn
@@ -16,8 +16,9 @@ def rotate(x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]) -> torch.Te
 
 
 def attend(q, k, v, mask, scale: float) -> torch.Tensor:
-    """Grouped-query attention; q [B, H, T, d], k and v [B, G, S, d], `mask` bool [B or 1, 1, T, S], a flex `BlockMask`, or None.
+    """Grouped-query attention of q [B, H, T, d] to k and v [B, G, S, d].
 
+    `mask`: bool [B or 1, 1, T, S], a flex `BlockMask`, or None.
     The queries of a group are laid along the sequence, so keys are never repeated. Returns [B, T, H * d].
     """
     B, H, T, d = q.shape
@@ -29,7 +30,8 @@ def attend(q, k, v, mask, scale: float) -> torch.Tensor:
     else:
         if mask is not None and groups > 1:
             mask = mask.repeat(1, 1, groups, 1)
-        out = F.scaled_dot_product_attention(q.reshape(B, k.shape[1], groups * T, d), k, v, attn_mask=mask, scale=scale)
+        q = q.reshape(B, k.shape[1], groups * T, d)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
         out = out.reshape(B, H, T, d)
     return out.transpose(1, 2).reshape(B, T, H * d)
 
