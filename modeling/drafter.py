@@ -40,8 +40,8 @@ def check_target(config, target_config) -> None:
     if highest > text.num_hidden_layers - 2:
         raise ValueError(
             f"target_layer_ids={config.target_layer_ids} taps layer {highest}, and a target of "
-            f"{text.num_hidden_layers} layers has taps 0..{text.num_hidden_layers - 2}: the drafter belongs to a deeper "
-            "target."
+            f"{text.num_hidden_layers} layers has taps 0..{text.num_hidden_layers - 2}: the drafter belongs to a "
+            "deeper target."
         )
 
 

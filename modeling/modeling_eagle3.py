@@ -172,7 +172,7 @@ class Eagle3Drafter(Drafter):
 
     # ------------------------------------------------------------------ training
 
-    def unroll(self, features, next_tokens, steps: int, segments=None, positions=None) -> list[torch.Tensor]:
+    def unroll(self, features, next_tokens, steps: int, position_ids=None) -> list[torch.Tensor]:
         """Training-time test: outputs [B, T, D] of each of `steps` steps of the chains that start at every slot.
 
         Step j of the chain that starts at slot i reads its own output of step j - 1 and token i + 1 + j. It lies at
@@ -182,16 +182,16 @@ class Eagle3Drafter(Drafter):
 
         Args:
             features: [B, T, m*Dt]. next_tokens: [B, T], token i + 1 at i.
-            segments: [B, T] document ids of a packed row; a slot sees its own document only.
-            positions: [B, T] of the features; `None` counts from 0 in each document.
+            position_ids: [B, T] of the features, restarting at 0 with each packed document.
         """
-        B, T = next_tokens.shape
-        tokens = next_tokens.to(self.device)
-        segments = tokens.new_zeros(1, T) if segments is None else segments.to(self.device)
-        positions = index_in_segment(segments).expand(B, T) if positions is None else positions.to(self.device)
-        mask = (segments[:, :, None] == segments[:, None]).tril()[:, None]
+        T = next_tokens.shape[1]
+        if position_ids is None:
+            position_ids = torch.arange(T)[None]
+        positions = position_ids.to(self.device)
+        document = (positions == 0).cumsum(1)
+        mask = (document[:, :, None] == document[:, None]).tril()[:, None]
         own = torch.eye(T, dtype=torch.bool, device=self.device).expand_as(mask)
-        hidden, past, outputs = self.project(features), ChainKeys({}), []
+        tokens, hidden, past, outputs = next_tokens.to(self.device), self.project(features), ChainKeys({}), []
         for j in range(steps):
             hidden = self.backbone(hidden, tokens, positions + j, past, mask)
             outputs.append(hidden)
@@ -205,11 +205,3 @@ def causal_mask(slots: Slots, device) -> torch.Tensor | None:
         return None
     index = slots.index(device)[: 1 if slots.uniform else None]
     return (torch.arange(slots.end, device=device) <= index[..., None])[:, None]
-
-
-def index_in_segment(segments: torch.Tensor) -> torch.Tensor:
-    """[B, T] position of each slot inside its run of equal `segments` [B, T]."""
-    index = torch.arange(segments.shape[1], device=segments.device).expand_as(segments)
-    inside = torch.zeros_like(segments, dtype=torch.bool)
-    inside[:, 1:] = segments[:, 1:] == segments[:, :-1]
-    return index - index.masked_fill(inside, 0).cummax(1).values
