@@ -4,12 +4,15 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
+from torch.nn import functional as F
+from transformers.utils import ModelOutput
 
 from .configuration_dspark import DSparkConfig
 from .draft_cache import DraftCache
 from .drafter import Drafter
 from .heads import build_correction_head, select_memory
 from .layers import DraftLayer, RMSNorm, RotaryEmbedding
+from .packed_blocks import PackedContext, block_places, chain_labels, context_places, dense_anchors, packed_masks
 
 
 @dataclass
@@ -32,6 +35,18 @@ class BlockState:
         first = None if self.first is None else self.first[rows]
         memory = select_memory(self.memory, rows)
         return BlockState(self.base[rows], self.hidden[rows], self.pseudo[rows], first, memory, self.k)
+
+
+@dataclass
+class DrafterOutput(ModelOutput):
+    """What a training forward gives: `loss` if labels were given, else the states of the first and (if another) last stage.
+
+    `hidden`: per stage [B, N, K, D], final-normed; `first`: per stage [B, N, D], slot 0 where it doesn't draft, or None.
+    """
+
+    loss: torch.Tensor | None = None
+    hidden: tuple | None = None
+    first: tuple | None = None
 
 
 class DSparkDrafter(Drafter):
@@ -98,25 +113,134 @@ class DSparkDrafter(Drafter):
             return states, None
         return states[..., 1:, :], states[..., 0, :]
 
-    def block_logits(self, hidden, prev, first=None, base=None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    def block_logits(
+        self, hidden, prev, first=None, base=None, detach_confidence=False
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Teacher-forced base and corrected logits [..., K, Vd] and confidence logits [..., K], as training needs them.
 
         `hidden` [..., K, D] final-normed states, `prev` [..., K] the token before each draft (target ids), `first` [..., D]
-        the normed slot 0 where it doesn't draft, `base` the base logits if known.
+        the normed slot 0 where it doesn't draft, `base` the base logits if known. `detach_confidence`: a loss on the
+        confidence reaches the confidence head alone.
         """
         base = self.head(hidden) if base is None else base
         logits = base
         if self.correction is not None:
             logits = base + self.correction.block(prev, hidden, self.embed, first).to(base.dtype)
-        return base, logits, self._confidence(hidden, prev)
+        return base, logits, self._confidence(hidden, prev, detach_confidence)
 
-    def _confidence(self, hidden, prev):
+    def _confidence(self, hidden, prev, detach=False):
         if not self.config.confidence_head:
             return None
         if self.config.confidence_with_markov:
             hidden = torch.cat([hidden, self.correction.features(prev)], -1)
+        hidden = hidden.detach() if detach else hidden
         logits = self.confidence(hidden).squeeze(-1)
         return logits if logits.dtype == torch.float64 else logits.float()
+
+    # ------------------------------------------------------------------ training
+
+    accepts_loss_kwargs = False  # the loss is a mean over this batch's own weights
+
+    def forward(
+        self,
+        features,
+        input_ids,
+        labels=None,
+        anchors=None,
+        position_ids=None,
+        stages: int = 1,
+        detach_chain: bool = False,
+        position_decay: float = 4.0,
+    ) -> DrafterOutput:
+        """All blocks of a batch in one pass: the drafts of every anchor, given the target's features before it.
+
+        Blocks are packed behind the context under one mask (DSpark, section 3.4). Stage s of a chain starts K tokens after
+        stage s-1, on the true token, and sees the earlier stages' own states in place of the features it wouldn't have
+        (loop-aware training, arXiv 2610.07659); only the first and the last stage are returned.
+
+        Args:
+            features (`torch.Tensor`): [B, T, m*Dt], the target's tapped states of `input_ids`.
+            input_ids, labels (`torch.Tensor`): [B, T]; labels not shifted, -100 where not supervised.
+            anchors (`torch.Tensor`, *optional*): [B, N] indices into the row, -1 for none. All possible ones by default.
+            position_ids (`torch.Tensor`, *optional*): [B, T], restarting at 0 with each packed document.
+            stages (`int`), detach_chain (`bool`): length of the chains; whether gradients stop between stages.
+            position_decay (`float`): the loss of draft k (from 0) weighs exp(-k / position_decay).
+
+        Returns:
+            [`DrafterOutput`]: with `labels` the cross entropy, averaged over weights, of the labels the draft vocabulary holds
+            (the stages' mean); without them the states.
+
+        Raises:
+            ValueError: neither labels nor anchors.
+        """
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+        if anchors is None:
+            if labels is None:
+                raise ValueError("forward() got neither labels nor anchors, so no block is known: pass one of them.")
+            anchors = dense_anchors(labels, position_ids)
+        states = self._chains(features, input_ids, anchors, position_ids, stages, detach_chain)
+        hidden, first = zip(*(states[:1] if stages == 1 else (states[0], states[-1])), strict=True)
+        if labels is None:
+            return DrafterOutput(hidden=hidden, first=first if first[0] is not None else None)
+        K = self.config.max_block
+        wanted = chain_labels(labels, position_ids, anchors, stages * K).split(K, -1)
+        decay = torch.exp(-torch.arange(K, device=anchors.device) / position_decay)
+        losses = []
+        for s, h, f in zip((0, stages - 1), hidden, first, strict=False):
+            prev = self.previous_tokens(input_ids, anchors, s)
+            losses.append(self._cross_entropy(h, prev, f, wanted[s], decay))
+        return DrafterOutput(loss=torch.stack(losses).mean())
+
+    def _chains(self, features, input_ids, anchors, position_ids, stages, detach_chain) -> list[tuple]:
+        """Final-normed states and slot 0 of stages 1..`stages`: [B, N, K, D] and [B, N, D] or None each."""
+        config, K = self.config, self.config.max_block
+        past = PackedContext(self.context_keys_values(self.project(features), position_ids))
+        keys = context_places(position_ids)
+        origin = position_ids.gather(1, anchors.clamp(min=0)) - anchors.clamp(min=0)  # position minus index in the row
+        out = []
+        for s in range(stages):
+            block = block_places(position_ids, anchors, s * K, config.block_size)
+            masks = packed_masks(config.layer_types, block, keys.followed_by(block), self._sliding)
+            shift = origin.repeat_interleave(config.block_size, 1)
+            ids = self.block_ids(self.previous_tokens(input_ids, anchors, s)[..., 0])
+            states = self.backbone(ids.flatten(1), (block.index + shift).clamp(min=0), past, masks)
+            states = states.unflatten(1, (anchors.shape[1], config.block_size))
+            drafts, first = self.slots_that_draft(states)
+            out.append((self.norm(drafts), None if first is None else self.norm(first)))
+            if s + 1 < stages:
+                pseudo = states[..., :-1, :] if first is not None and config.loop_alignment == "position" else drafts
+                pseudo = (pseudo.detach() if detach_chain else pseudo).flatten(1, 2)
+                places = block_places(position_ids, anchors, s * K, K)
+                positions = (places.index + origin.repeat_interleave(K, 1)).clamp(min=0)
+                past = past.append(self.context_keys_values(self.pseudo_context(pseudo), positions))
+                keys = keys.followed_by(places)
+        return out
+
+    def _sliding(self, query, key):
+        return sliding_rule(self.config, query.index, key.index, query.block_anchor)
+
+    def previous_tokens(self, input_ids, anchors, stage: int) -> torch.Tensor:
+        """[B, N, K] the true tokens before each draft of a stage (from 0): its anchor first."""
+        K = self.config.max_block
+        index = anchors[..., None] + stage * K + torch.arange(K, device=anchors.device)
+        return input_ids.gather(1, index.clamp(0, input_ids.shape[1] - 1).flatten(1)).unflatten(1, index.shape[1:])
+
+    def draft_labels(self, labels: torch.Tensor) -> torch.Tensor:
+        """Draft ids of target ids [...]; -100 stays, and is what an id outside the draft vocabulary becomes."""
+        if not hasattr(self, "d2t"):
+            return labels
+        known = self.target_ids()
+        place = torch.searchsorted(known, labels.clamp(min=0)).clamp(max=len(known) - 1)
+        return torch.where((labels >= 0) & (known[place] == labels), place, -100)
+
+    def _cross_entropy(self, hidden, prev, first, labels, decay):
+        keep = labels[..., 0] != -100
+        _, logits, _ = self.block_logits(hidden[keep], prev[keep], None if first is None else first[keep])
+        labels = self.draft_labels(labels[keep])
+        weight = decay * (labels != -100)
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=-100)
+        return (loss.unflatten(0, labels.shape) * weight).sum() / weight.sum().clamp(min=1e-9)
 
     # ------------------------------------------------------------------ decoding protocol
 
@@ -151,7 +275,8 @@ class DSparkDrafter(Drafter):
         seen = key < anchor + slots.count  # [B, 1, end], the same for all slots of the block
         if not slots.uniform:
             masks["full_attention"] = seen.expand(-1, slots.count, -1)[:, None].to(self.device)
-        masks["sliding_attention"] = (seen & sliding_rule(config, query, key, anchor))[:, None].to(self.device)
+        if "sliding_attention" in config.layer_types:
+            masks["sliding_attention"] = (seen & sliding_rule(config, query, key, anchor))[:, None].to(self.device)
         return masks
 
     def start(self, cache, anchor, seed=None, pseudo=None, length: int | None = None) -> BlockState:

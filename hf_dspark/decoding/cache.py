@@ -54,6 +54,7 @@ class TargetCache(Cache):
         super().__init__(layers=[RaggedLayer(self) for _ in range(config.num_hidden_layers)])
         self.lengths = torch.zeros(rows, dtype=torch.long)
         self.slots: Slots | None = None
+        self.columns: list[torch.Tensor] | None = None
         self.draft = self.drafter = None
 
     def place(self, count: int) -> Slots:
@@ -83,14 +84,16 @@ class TargetCache(Cache):
         self.lengths = torch.cat([self.lengths, other.lengths])
 
     def to_dynamic(self) -> DynamicCache:
-        """As a `DynamicCache`, left-padded with zeros to the longest row (mask the pads as for any batch)."""
-        dynamic, longest = DynamicCache(), int(self.lengths.max())
+        """As a `DynamicCache` whose slots are the output's columns (`columns`), or left-padded to the longest row."""
+        longest = int(self.lengths.max())
+        columns = self.columns or [torch.arange(longest - n, longest) for n in self.lengths.tolist()]
+        width, dynamic = 1 + max(int(c.max()) for c in columns), DynamicCache()
         for i, layer in enumerate(self.layers):
             pair = []
             for buffer in (layer.buffer.keys, layer.buffer.values):
-                out = buffer.new_zeros(*buffer.shape[:2], longest, buffer.shape[3])
-                for row, n in enumerate(self.lengths.tolist()):
-                    out[row, :, longest - n :] = buffer[row, :, :n]
+                out = buffer.new_zeros(*buffer.shape[:2], width, buffer.shape[3])
+                for row, where in enumerate(columns):
+                    out[row, :, where.to(out.device)] = buffer[row, :, : len(where)]
                 pair.append(out)
             dynamic.update(*pair, i)
         return dynamic
@@ -101,32 +104,32 @@ class TargetCache(Cache):
             cache.__dict__.update(self.__dict__)
             for layer in cache.layers:
                 layer.owner = cache
-        elif isinstance(cache, DynamicCache):
+        else:
             cache.layers = self.to_dynamic().layers
             cache.draft, cache.drafter = self.draft, self.drafter
-            cache.draft_rows = self
 
 
 def from_user_cache(config, cache, keep: torch.Tensor) -> TargetCache:
     """Our cache from the user's, without its pads.
 
     Args:
-        cache: a [`TargetCache`] or `DynamicCache`. keep: bool [B, P], which of its P slots hold real tokens.
+        cache: a [`TargetCache`] or `DynamicCache`. keep: bool [B, P or more], which of its P slots hold real tokens.
 
     Raises:
         ValueError: for cache classes whose entries can't be read back.
     """
-    ours = getattr(cache, "draft_rows", None)
-    if ours is not None and torch.equal(ours.lengths, keep.sum(1).cpu()):
-        return ours
     if isinstance(cache, TargetCache):
-        return cache
-    if type(cache) is not DynamicCache:
+        if cache.columns is None or all(bool(keep[r, c].all()) for r, c in enumerate(cache.columns)):
+            return cache
+        cache = cache.to_dynamic()  # the mask hides tokens that were fed: lay the rows out anew without them
+    if not isinstance(cache, DynamicCache):
         raise ValueError(
             f"past_key_values is a {type(cache).__name__}, and drafts are verified in a cache with per-row lengths that can only "
             "take over a DynamicCache or one returned by an earlier call: pass one of those, or leave it out."
         )
-    new = TargetCache(config, keep.shape[0])
+    new, keep = TargetCache(config, keep.shape[0]), keep[:, : cache.get_seq_length()]
+    if not keep.shape[1]:
+        return new
     for layer, theirs in zip(new.layers, cache.layers, strict=False):
         stored, total = theirs.keys.shape[-2], keep.shape[1]
         seen = keep[:, total - stored :]  # a sliding layer keeps only its last entries
@@ -139,6 +142,7 @@ def from_user_cache(config, cache, keep: torch.Tensor) -> TargetCache:
             k[row, :, span], v[row, :, span] = theirs.keys[row, :, kept], theirs.values[row, :, kept]
         layer.buffer.write(k, v, Slots(torch.zeros(keep.shape[0], dtype=torch.long), total))
     new.lengths = keep.sum(1).cpu()
+    new.draft, new.drafter = getattr(cache, "draft", None), getattr(cache, "drafter", None)
     return new
 
 

@@ -33,9 +33,14 @@ def commit(
 def row_stopped(criteria, row: torch.Tensor, start: int, scores) -> Callable[[int], bool] | None:
     """The question `commit` asks of transformers' stopping criteria.
 
-    `row` [1, n]: the output row (prompt columns as given) with the new tokens in place from column `start`; `scores`: what
-    the criteria get as scores, or None.
+    `row` [1, n]: the output row (prompt columns as given) with the new tokens in place from column `start`; `scores`: the
+    processed scores [V] of all generated tokens, the new ones included, or None.
     """
     if not criteria:
         return None
-    return lambda i: bool(criteria(row[:, : start + i + 1], scores).all())
+
+    def stopped(i: int) -> bool:
+        seen = None if scores is None else tuple(s[None] for s in scores[: len(scores) - row.shape[1] + start + i + 1])
+        return bool(criteria(row[:, : start + i + 1], seen).all())
+
+    return stopped

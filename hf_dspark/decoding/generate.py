@@ -1,0 +1,202 @@
+"""One generate call: what transformers prepared comes in, a [`DecodeLoop`] runs, the usual outputs go out."""
+
+import dataclasses
+
+import torch
+from transformers import GenerationConfig
+from transformers.generation import GenerationMode
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
+
+from hf_dspark.modeling import SpeculationConfig
+from hf_dspark.verification.probabilities import Scorer
+
+from .cache import from_user_cache
+from .loop import DecodeLoop, Request, Settings
+from .outputs import Recorder, SpeculationStats, SpeculativeOutput
+from .target import KNOWN_INPUTS, FeatureTap, Target
+
+# Renamed from past_key_values in transformers 5.24; the old name stays readable there.
+CACHE_FIELD = "cache" if "cache" in SpeculativeOutput.__dataclass_fields__ else "past_key_values"
+# transformers fills these in when nobody sets them; a value that equals the default is taken as not set.
+DEFAULTS = GenerationConfig._get_default_generation_params() if hasattr(GenerationConfig, "_get_default_generation_params") else {}
+
+
+def check_call(target, drafter, mode, config, kwargs) -> None:
+    """Refuse, before any work, what this loop can't do exactly. Stands in for transformers' own validation.
+
+    Raises:
+        ValueError: naming the option, why it can't work and what to set.
+    """
+    if mode != GenerationMode.ASSISTED_GENERATION:
+        raise ValueError(
+            f"This call asks for {mode.value} (num_beams={config.num_beams}), which compares whole hypotheses and has no exact "
+            "draft-and-verify form: set num_beams=1, or drop assistant_model."
+        )
+    if kwargs.get("assistant_tokenizer") is not None:
+        raise ValueError("assistant_tokenizer was given, and a drafter shares its target's tokenizer: drop it.")
+    if config.use_cache is False:
+        raise ValueError("use_cache=False was given, and drafts are verified on top of a cache: drop it or set use_cache=True.")
+    if getattr(config, "assistant_ensemble_weight", None) is not None:
+        raise ValueError("assistant_ensemble_weight changes the output's distribution, which this library never does: drop it.")
+    if getattr(config, "token_healing", False) and kwargs.get("tokenizer") is None:
+        raise ValueError("token_healing=True needs tokenizer=...: pass it to generate.")
+    implementation = config.cache_implementation
+    if implementation is not None and ("quantized" in implementation or "offloaded" in implementation):
+        raise ValueError(
+            f"cache_implementation={implementation!r} can't be rolled back row by row after a rejected draft: drop it, or "
+            "generate without assistant_model."
+        )
+    drafter.bind(target)
+    if resolve(drafter, config).engine == "own":  # our loop allocates its own cache: keep generate from making one to throw away
+        config.cache_implementation, config.use_cache = None, False
+
+
+def resolve(drafter, config) -> SpeculationConfig:
+    """The call's knobs: the drafter's stored ones, then transformers' own, then `generate(speculation=...)`."""
+    given = getattr(config, "speculation", None)
+    if given is not None:
+        return given
+    knobs = drafter.speculation
+    changes = {}
+    for ours, theirs in (("num_draft_tokens", "num_assistant_tokens"), ("confidence_threshold", "assistant_confidence_threshold")):
+        value = getattr(config, theirs, None)
+        if value is not None and value != DEFAULTS.get(theirs):
+            changes[ours] = value
+    return dataclasses.replace(knobs, **changes) if changes else knobs
+
+
+def _check_inputs(input_ids, model_kwargs, inputs_tensor) -> None:
+    if not input_ids.shape[1] or (inputs_tensor is not None and inputs_tensor.is_floating_point()):
+        raise ValueError(
+            "inputs_embeds was given, and a drafter needs the prompt's token ids (its context is looked up by token): pass "
+            "input_ids, or drop assistant_model."
+        )
+    extra = sorted(k for k, v in model_kwargs.items() if k not in KNOWN_INPUTS and v is not None)
+    if extra:
+        raise ValueError(
+            f"The target was given {', '.join(extra)}, which this loop can't carry from round to round exactly: leave them out "
+            "(text-only prompts work), or drop assistant_model."
+        )
+    positions, mask = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")
+    if positions is not None and positions.dim() > 2:
+        raise ValueError(
+            "This target's positions have several components per token (multimodal rotary), which ragged rows can't be placed "
+            "with: use its text-only sibling, or drop assistant_model."
+        )
+    if mask is not None and mask.dim() != 2:
+        raise ValueError(f"attention_mask has {mask.dim()} dimensions, and rows are told from their pads by a 2D one: pass [B, T].")
+
+
+def _requests(input_ids, mask, config, device) -> tuple[list[Request], list[torch.Tensor]]:
+    """One request per row, without its pads, and the columns its prompt came from."""
+    budget = config.max_length - input_ids.shape[1]
+    requests, columns = [], []
+    for row in range(input_ids.shape[0]):
+        where = mask[row].nonzero()[:, 0]
+        if not len(where):
+            raise ValueError(f"Row {row} of attention_mask is all zeros, an empty prompt: give it at least one token (bos).")
+        prompt = input_ids[row, where].to(device)
+        requests.append(Request(row, prompt, budget, input_ids[row].to(device)))
+        columns.append(where.cpu())
+    return requests, columns
+
+
+@torch.no_grad()
+def speculative_generate(
+    target,
+    input_ids,
+    logits_processor,
+    stopping_criteria,
+    generation_config,
+    synced_gpus=False,
+    streamer=None,
+    inputs_tensor=None,
+    assistant_model=None,
+    assistant_tokenizer=None,
+    tokenizer=None,
+    stock=None,
+    **model_kwargs,
+):
+    """`GenerationMixin._assisted_decoding` for our drafters: same arguments, same returns."""
+    drafter, config = assistant_model, generation_config
+    speculation = resolve(drafter, config)
+    if speculation.engine == "stock":
+        raise ValueError("engine='stock' is not available yet: set engine='own'.")
+    _check_inputs(input_ids, model_kwargs, inputs_tensor)
+    if streamer is not None and input_ids.shape[0] > 1:
+        raise ValueError(
+            f"A streamer was given for {input_ids.shape[0]} rows, and rows advance by different numbers of tokens: stream one row "
+            "at a time, or drop the streamer."
+        )
+    for name in ("output_hidden_states", "output_attentions"):
+        if config.return_dict_in_generate and getattr(config, name, False):
+            raise ValueError(f"{name}=True is not supported with a drafter: drop it, or run the target once over the result.")
+    mask = model_kwargs.get("attention_mask")
+    mask = torch.ones_like(input_ids) if mask is None else mask.to(input_ids.device)
+    if mask.shape[1] < input_ids.shape[1]:
+        raise ValueError(
+            f"attention_mask has {mask.shape[1]} columns for {input_ids.shape[1]} tokens: pass one column per token, cached ones "
+            "included."
+        )
+    with FeatureTap(target, drafter.config.target_layer_ids) as tap:
+        return _run(target, drafter, tap, speculation, input_ids, mask, logits_processor, stopping_criteria, config, streamer,
+                    model_kwargs)  # fmt: skip
+
+
+def _run(target, drafter, tap, speculation, input_ids, mask, processors, criteria, config, streamer, model_kwargs):
+    model = Target(target, tap)
+    requests, columns = _requests(input_ids, mask, config, target.device)
+    rows, given = len(requests), model_kwargs.get("cache", model_kwargs.get("past_key_values"))
+    fresh = given is None or given.get_seq_length() == 0
+    cache = model.new_cache(rows) if fresh else from_user_cache(model.config, given, mask.bool())
+    pads = [input_ids.shape[1] - len(r.prompt) for r in requests]
+    seed = torch.randint(2**62, ()).item() if speculation.seed is None else speculation.seed
+    eos = getattr(config, "_eos_token_tensor", None)
+    settings = Settings(
+        do_sample=config.do_sample,
+        seed=seed,
+        stop_ids=frozenset() if eos is None else frozenset(eos.flatten().tolist()),
+        criteria=StoppingCriteriaList(c for c in criteria if not isinstance(c, MaxLengthCriteria | EosTokenCriteria)),
+        prefill_chunk=config.prefill_chunk_size,
+    )
+    stats, recorder = SpeculationStats.empty(rows), Recorder(config, rows)
+    keep_cache = bool(config.return_dict_in_generate) or given is not None
+    scorer = Scorer(processors, pads, keep_min_length=config.min_new_tokens is None)
+    loop = DecodeLoop(model, drafter, speculation, settings, requests, cache, scorer, recorder, stats, keep_cache)
+    new: list[list[int]] = [[] for _ in requests]
+    for commits in loop.run():
+        for c in commits:
+            new[c.row].extend(c.tokens)
+            if streamer is not None:
+                streamer.put(torch.tensor([c.tokens]))
+    if streamer is not None:
+        streamer.end()
+    drafter.last_speculation = stats
+    sequences = _sequences(input_ids, new, config)
+    if not keep_cache:
+        return sequences
+    cache = loop.final_cache()
+    width = input_ids.shape[1]
+    cache.columns = [torch.cat([c, torch.arange(width, width + len(t) - 1)]) for c, t in zip(columns, new)]
+    if given is not None:
+        cache.write_back(given)
+        cache = given
+    if not config.return_dict_in_generate:
+        return sequences
+    return SpeculativeOutput(
+        sequences=sequences,
+        scores=recorder.stacked("scores"),
+        logits=recorder.stacked("logits"),
+        speculation=stats,
+        **{CACHE_FIELD: cache},
+    )
+
+
+def _sequences(input_ids, new: list[list[int]], config) -> torch.Tensor:
+    """Input columns as given, then the new tokens, ended rows filled with pad."""
+    pad = getattr(config, "_pad_token_tensor", None)
+    width = max(len(t) for t in new)
+    out = input_ids.new_full((len(new), width), 0 if pad is None else int(pad))
+    for row, tokens in enumerate(new):
+        out[row, : len(tokens)] = torch.tensor(tokens, device=out.device)
+    return torch.cat([input_ids, out], 1)

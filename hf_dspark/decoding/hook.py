@@ -1,0 +1,76 @@
+"""How `target.generate(assistant_model=drafter)` reaches our loop: the only file that patches transformers."""
+
+import functools
+
+from transformers import GenerationConfig, GenerationMixin
+
+from .generate import check_call, speculative_generate
+
+MARK = "_hf_dspark"
+_original: dict = {}
+
+
+def _is_ours(assistant) -> bool:
+    # A marker, never isinstance: a drafter loaded as remote code is another class object.
+    return getattr(assistant, "is_hf_drafter", False)
+
+
+def _wrap_decoding(original):
+    @functools.wraps(original)
+    def _assisted_decoding(self, input_ids, *args, **kwargs):
+        if _is_ours(kwargs.get("assistant_model")):
+            return speculative_generate(self, input_ids, *args, stock=original, **kwargs)
+        return original(self, input_ids, *args, **kwargs)
+
+    setattr(_assisted_decoding, MARK, True)
+    return _assisted_decoding
+
+
+def _wrap_validation(original):
+    @functools.wraps(original)
+    def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs, *args, **kwargs):
+        assistant = generation_mode_kwargs.get("assistant_model")
+        if not _is_ours(assistant):
+            if getattr(generation_config, "speculation", None) is not None:
+                raise ValueError(
+                    "speculation= was given, and assistant_model is "
+                    f"{'missing' if assistant is None else type(assistant).__name__}: these knobs belong to this library's "
+                    "drafters. Pass assistant_model=drafter (see AutoDrafter), or drop speculation=."
+                )
+            return original(self, generation_mode, generation_config, generation_mode_kwargs, *args, **kwargs)
+        return check_call(self, assistant, generation_mode, generation_config, generation_mode_kwargs)
+
+    return _validate_generation_mode
+
+
+_WRAPPERS = {"_assisted_decoding": _wrap_decoding, "_validate_generation_mode": _wrap_validation}
+
+
+def install() -> None:
+    """Teach `generate` our drafters, once. Other assistants take transformers' own path."""
+    GenerationConfig.speculation = None  # makes the keyword legal
+    if getattr(GenerationMixin._assisted_decoding, MARK, False):
+        return
+    for name, wrap in _WRAPPERS.items():
+        _original[name] = getattr(GenerationMixin, name)
+        setattr(GenerationMixin, name, wrap(_original[name]))
+
+
+def uninstall() -> None:
+    """Take the hook out again; models given to `attach` keep theirs."""
+    for name, original in _original.items():
+        setattr(GenerationMixin, name, original)
+    _original.clear()
+
+
+def attach(target):
+    """Give one model the hook and leave transformers alone: its class becomes a subclass of the same name.
+
+    Pickling the model itself is no longer possible; `save_pretrained` and `deepcopy` are as before. Returns `target`.
+    """
+    GenerationConfig.speculation = None
+    cls = type(target)
+    if not getattr(cls._assisted_decoding, MARK, False):
+        methods = {name: wrap(getattr(cls, name)) for name, wrap in _WRAPPERS.items()}
+        target.__class__ = type(cls.__name__, (cls,), {"__module__": cls.__module__, **methods})
+    return target

@@ -1,0 +1,100 @@
+"""What a speculative generate call returns: statistics per row and round, and the per-token outputs of plain generate."""
+
+from dataclasses import dataclass, field
+
+import torch
+from transformers.generation import GenerateDecoderOnlyOutput
+
+
+@dataclass
+class SpeculationStats:
+    """What was drafted, accepted and spent, per output row and round. The prefill is no round.
+
+    `acceptance_lengths[row][round]` tokens emitted (bonus included), `draft_lengths` drafts verified, `accepted_lengths`
+    drafts accepted, `draft_stages` drafting stages. A round cut by a stop token or the budget counts what it emitted, and as
+    verified only what came before the cut. Seconds: `draft_seconds` (drafting and extending its context), `verify_seconds`
+    (target forwards of rounds), `prefill_seconds`, `overhead_seconds` (the rest of the rounds).
+    """
+
+    acceptance_lengths: list[list[int]]
+    draft_lengths: list[list[int]]
+    accepted_lengths: list[list[int]]
+    draft_stages: list[list[int]]
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    overhead_seconds: float = 0.0
+    notes: list[str] = field(default_factory=list)
+
+    @classmethod
+    def empty(cls, rows: int) -> "SpeculationStats":
+        return cls(*[[[] for _ in range(rows)] for _ in range(4)])
+
+    def add(self, row: int, emitted: int, verified: int, accepted: int, stages: int) -> None:
+        self.acceptance_lengths[row].append(emitted)
+        self.draft_lengths[row].append(verified)
+        self.accepted_lengths[row].append(accepted)
+        self.draft_stages[row].append(stages)
+
+    def _pooled(self, name) -> list[int]:
+        return [x for row in getattr(self, name) for x in row]
+
+    @property
+    def tau(self) -> float:
+        """Tokens per round, bonus included, pooled over rows and rounds. Example: rounds of 3 and 1 tokens give 2.0."""
+        lengths = self._pooled("acceptance_lengths")
+        return sum(lengths) / len(lengths) if lengths else float("nan")
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Drafts accepted over drafts verified. Example: 2 of 5 and 0 of 5 give 0.2."""
+        verified = sum(self._pooled("draft_lengths"))
+        return sum(self._pooled("accepted_lengths")) / verified if verified else float("nan")
+
+    @property
+    def conditional_acceptance(self) -> list[float]:
+        """At k: of the rounds that verified draft k and accepted all before it, the share that accepted it too."""
+        pairs = list(zip(self._pooled("draft_lengths"), self._pooled("accepted_lengths")))
+        out = []
+        for k in range(1, max((n for n, _ in pairs), default=0) + 1):
+            reached = [a for n, a in pairs if n >= k and a >= k - 1]
+            out.append(sum(a >= k for a in reached) / len(reached) if reached else float("nan"))
+        return out
+
+
+@dataclass
+class SpeculativeOutput(GenerateDecoderOnlyOutput):
+    """As plain generate's output, plus `speculation` ([`SpeculationStats`]).
+
+    `past_key_values` is a [`TargetCache`]: pass it on to continue, or call its `to_dynamic()`. In a batch, `scores` and
+    `logits` of a row that has ended are zeros.
+    """
+
+    speculation: SpeculationStats | None = None
+
+
+class Recorder:
+    """Keeps scores and logits of committed tokens, row by row, when asked for."""
+
+    def __init__(self, generation_config, rows: int):
+        wants = generation_config.return_dict_in_generate
+        self.wants_scores = bool(wants and generation_config.output_scores)
+        self.wants_logits = bool(wants and generation_config.output_logits)
+        self.scores: list[list[torch.Tensor]] = [[] for _ in range(rows)]
+        self.logits: list[list[torch.Tensor]] = [[] for _ in range(rows)]
+
+    def add(self, row: int, logits: torch.Tensor, scores: dict[int, torch.Tensor], count: int) -> None:
+        """Keep the first `count` positions of `logits` [L+1, V] and processed `scores` {position: [V]}."""
+        if self.wants_logits:
+            self.logits[row].extend(logits[:count].float())
+        if self.wants_scores:
+            self.scores[row].extend(scores[i] for i in range(count))
+
+    def stacked(self, name: str) -> tuple[torch.Tensor, ...] | None:
+        """One [B, V] tensor per generated column."""
+        rows = getattr(self, name)
+        if not getattr(self, f"wants_{name}"):
+            return None
+        columns = max(len(r) for r in rows)
+        blank = torch.zeros_like(next(r[0] for r in rows if r))
+        return tuple(torch.stack([r[i] if i < len(r) else blank for r in rows]) for i in range(columns))
