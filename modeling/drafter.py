@@ -68,10 +68,12 @@ class Drafter(PreTrainedModel):
         if config.own_head:
             self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
 
-    @property
-    def generation_config(self):
-        # transformers' own assisted loop asks for this first: without the hook, say what is missing.
-        raise AttributeError(INSTALL)
+    def __getattr__(self, name):
+        # transformers' own assisted loop asks for this first: without the hook, say what is missing. (A property couldn't:
+        # nn.Module answers for its AttributeError with a message of its own.)
+        if name == "generation_config":
+            raise AttributeError(INSTALL)
+        return super().__getattr__(name)
 
     def can_generate(self) -> bool:
         return False
