@@ -1,0 +1,47 @@
+"""Training arguments of drafters, on top of transformers' own."""
+
+from dataclasses import dataclass, field
+
+from transformers import TrainingArguments
+
+from .losses import Objective
+
+
+@dataclass
+class DrafterTrainingArguments(TrainingArguments):
+    """`TrainingArguments` and what is particular to block drafters; see [`Objective`] for the loss.
+
+    `loop_exposure=N` turns on loop-aware training from `loop_start` (a share of all steps) on: chains of S stages with
+    S - 1 ~ U{1..N}, one S per optimizer step, half the loss on the first and half on the last stage (DLoop, section 4).
+    """
+
+    num_anchors: int = field(default=512, metadata={"help": "Blocks drawn per document."})
+    pack: bool = field(default=False, metadata={"help": "Put several documents into a row of max_length tokens."})
+    max_length: int = field(default=4096, metadata={"help": "Tokens of a packed row."})
+    ce_weight: float = field(default=0.1, metadata={"help": "Weight of the cross entropy of the true tokens."})
+    distill_weight: float = field(default=0.9, metadata={"help": "Weight of KL or TV to the target's distribution."})
+    confidence_weight: float = field(default=1.0, metadata={"help": "Weight of the confidence head's loss."})
+    kl_until: float = field(default=0.75, metadata={"help": "Share of the run over which KL turns into TV; 0: TV at once."})
+    position_decay: float | None = field(default=4.0, metadata={"help": "Draft k weighs exp(-k / position_decay)."})
+    detach_confidence: bool = field(default=True, metadata={"help": "The confidence loss trains its head only."})
+    loop_exposure: int = field(default=0, metadata={"help": "N of loop-aware training, 3 is typical, 0 is off."})
+    loop_start: float = field(default=0.0, metadata={"help": "Share of the run before loop-aware training begins."})
+    detach_chain: bool = field(default=False, metadata={"help": "No gradient from later stages into earlier ones."})
+    loss_chunk: int = field(default=2048, metadata={"help": "Drafts whose logits exist at once."})
+    feature_cache: str | None = field(default=None, metadata={"help": "Folder for the target's outputs of every example."})
+    feature_cache_gb: float = field(default=20.0, metadata={"help": "The cache stops growing there."})
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.remove_unused_columns = False  # rows carry ids that key their anchors
+        # Heads are used outside the wrapped forward, where a search for unused parameters would miss them.
+        self.ddp_find_unused_parameters = False
+        self.label_names = ["labels"]
+
+    def objective(self) -> Objective:
+        return Objective(
+            self.ce_weight, self.distill_weight, self.confidence_weight, self.kl_until, self.position_decay, self.detach_confidence
+        )
+
+    def progress(self, step: int, max_steps: int) -> float:
+        return step / max(1, max_steps)

@@ -1,0 +1,200 @@
+"""From chats to batches: rendering with the target's own template, what is supervised, packing, the reduced vocabulary."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import torch
+from torch.utils.data import Dataset
+
+from .anchors import draw_anchors, keyed_generator
+
+
+def template_hash(tokenizer) -> str | None:
+    """Short hash of the chat template, kept in a drafter's config to tell whether it meets the prompts it was trained on."""
+    template = tokenizer.chat_template
+    if template is None:
+        return None
+    return hashlib.sha256(json.dumps(template, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def render_chat(tokenizer, messages: list[dict], enable_thinking: bool | None = None) -> tuple[list[int], list[bool]]:
+    """Token ids of a chat and whether each is the assistant's, its end-of-turn token included.
+
+    Templates with `{% generation %}` say themselves which tokens are the assistant's. For others the chat is rendered up to
+    each assistant message and after it: what is added is supervised.
+
+    Raises:
+        ValueError: when a longer chat doesn't begin with the rendering of the shorter one (some templates rewrite history).
+    """
+    options = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+    if "{% generation %}" in str(tokenizer.chat_template) or "{%- generation" in str(tokenizer.chat_template):
+        out = tokenizer.apply_chat_template(
+            messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **options
+        )
+        return list(out["input_ids"]), [bool(x) for x in out["assistant_masks"]]
+
+    def ids(count, prompt):
+        chat = messages[:count]
+        return list(
+            tokenizer.apply_chat_template(chat, tokenize=True, return_dict=True, add_generation_prompt=prompt, **options)[
+                "input_ids"
+            ]
+        )
+
+    mask: list[bool] = []
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before, after = ids(i, True), ids(i + 1, False)
+        if after[: len(before)] != before or before[: len(mask)] != full_prefix(ids, len(messages), len(mask)):
+            raise ValueError(
+                f"The chat template renders message {i} differently once the assistant has answered, so its tokens can't be told "
+                "apart: store input_ids and prompt_len, or use a template with {% generation %} marks."
+            )
+        mask += [False] * (len(before) - len(mask)) + [True] * (len(after) - len(before))
+    whole = ids(len(messages), False)
+    return whole, mask + [False] * (len(whole) - len(mask))
+
+
+def full_prefix(ids, count: int, length: int) -> list[int]:
+    return ids(count, False)[:length]
+
+
+def example_from(row: dict, tokenizer=None, enable_thinking: bool | None = None) -> dict:
+    """`{"input_ids", "labels"}` of one line of a data file.
+
+    Stored `input_ids` are used as they are, supervised from `prompt_len` on (text doesn't tokenise back to what was
+    generated); else `messages` are rendered.
+
+    Raises:
+        ValueError: when the row has neither.
+    """
+    if "input_ids" in row:
+        ids = list(row["input_ids"])
+        if "labels" in row:
+            return {"input_ids": ids, "labels": list(row["labels"])}
+        if "prompt_len" not in row:
+            raise ValueError("A data row has input_ids but neither prompt_len nor labels: say where the answer begins.")
+        mask = [i >= row["prompt_len"] for i in range(len(ids))]
+    elif "messages" in row and tokenizer is not None:
+        ids, mask = render_chat(tokenizer, row["messages"], enable_thinking)
+    else:
+        raise ValueError(
+            f"A data row has the fields {sorted(row)}, which give no tokens: it needs input_ids and prompt_len, or messages and "
+            "a tokenizer with a chat template."
+        )
+    return {"input_ids": ids, "labels": [i if m else -100 for i, m in zip(ids, mask, strict=True)]}
+
+
+class ChatDataset(Dataset):
+    """Supervised chats, each with the id and the epoch that key its anchors (the loader sets the epoch).
+
+    The id is the row's "example_id", or its number.
+
+    Args:
+        rows: dicts as [`example_from`] reads them. max_length (`int`): longer chats are cut.
+
+    Raises:
+        ValueError: when less than 1 % of all tokens are supervised, as then the spans were surely not found.
+    """
+
+    def __init__(self, rows, tokenizer=None, max_length: int = 4096, enable_thinking: bool | None = None):
+        self.examples, self.epoch = [], 0
+        for row in rows:
+            example = example_from(row, tokenizer, enable_thinking)
+            example = {k: v[:max_length] for k, v in example.items()}
+            self.examples.append({**example, "example_id": row.get("example_id", len(self.examples))})
+        self.tokens = sum(len(e["input_ids"]) for e in self.examples)
+        self.supervised = sum(x != -100 for e in self.examples for x in e["labels"])
+        if self.supervised < 0.01 * self.tokens or not self.tokens:
+            raise ValueError(
+                f"Only {self.supervised} of {self.tokens} tokens are supervised, so there is nothing to learn: look at the rows "
+                "with `hf-dspark data preview`, and store input_ids with prompt_len if the template hides the answers."
+            )
+        self.max_length = max(len(e["input_ids"]) for e in self.examples)
+
+    @classmethod
+    def from_jsonl(cls, path, tokenizer=None, limit: int | None = None, **kwargs) -> "ChatDataset":
+        """From a file with one row a line."""
+        with Path(path).open() as lines:
+            rows = [json.loads(line) for line in lines if line.strip()]
+        return cls(rows[:limit], tokenizer, **kwargs)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self):
+        return len(self.examples)
+
+    def __getitem__(self, index):
+        return {**self.examples[index], "epoch": self.epoch}
+
+    def fingerprint(self) -> str:
+        """Hash of all tokens and labels, for a cache to know its data by."""
+        return hashlib.sha256(json.dumps(self.examples).encode()).hexdigest()[:16]
+
+    def draft_vocabulary(self, size: int, vocab_size: int) -> torch.Tensor:
+        """The `size` most frequent supervised ids, ascending (FR-Spec, arXiv 2502.14856); ties go to the smaller id."""
+        counts = torch.zeros(vocab_size, dtype=torch.long)
+        for example in self.examples:
+            labels = torch.tensor(example["labels"])
+            counts += torch.bincount(labels[labels >= 0], minlength=vocab_size)
+        return counts.argsort(descending=True, stable=True)[:size].sort().values
+
+
+class BlockCollator:
+    """Examples to a batch, anchors included.
+
+    Anchors depend on (seed, epoch, example id) alone. Rows hold one document each, or with `pack` as many as fit into
+    `length` tokens, first fit; documents never see each other, as position ids restart with each.
+
+    Returns:
+        `dict`: "input_ids", "labels", "position_ids" [B, T]; "anchors" [B, N], -1 where there is none; "example_ids", a list.
+    """
+
+    def __init__(self, num_anchors: int, seed: int = 0, pack: bool = False, length: int = 4096):
+        self.num_anchors, self.seed, self.pack, self.length = num_anchors, seed, pack, length
+
+    def __call__(self, examples: list[dict]) -> dict:
+        rows = self._packed(examples) if self.pack else [[e] for e in examples]
+        width = max(sum(len(e["input_ids"]) for e in row) for row in rows)
+        anchors = [self._anchors(row) for row in rows]
+        batch = {
+            "input_ids": torch.zeros(len(rows), width, dtype=torch.long),
+            "labels": torch.full((len(rows), width), -100),
+            "position_ids": torch.zeros(len(rows), width, dtype=torch.long),
+            "anchors": torch.full((len(rows), max(1, max(map(len, anchors)))), -1),
+        }
+        for r, row in enumerate(rows):
+            at = 0
+            for example in row:
+                n = len(example["input_ids"])
+                batch["input_ids"][r, at : at + n] = torch.tensor(example["input_ids"])
+                batch["labels"][r, at : at + n] = torch.tensor(example["labels"])
+                batch["position_ids"][r, at : at + n] = torch.arange(n)
+                at += n
+            batch["anchors"][r, : len(anchors[r])] = anchors[r]
+        batch["example_ids"] = [example.get("example_id", 0) for example in examples]
+        return batch
+
+    def _packed(self, examples):
+        rows, room = [], []
+        for example in examples:
+            n = len(example["input_ids"])
+            fits = next((i for i, free in enumerate(room) if free >= n), None)
+            if fits is None:
+                rows.append([])
+                room.append(self.length)
+                fits = len(rows) - 1
+            rows[fits].append(example)
+            room[fits] -= n
+        return rows
+
+    def _anchors(self, row):
+        found, at = [], 0
+        for e in row:
+            generator = keyed_generator(self.seed, e.get("epoch", 0), e.get("example_id", 0))
+            found.append(draw_anchors(torch.tensor(e["labels"]), self.num_anchors, generator) + at)
+            at += len(e["input_ids"])
+        return torch.cat(found)
