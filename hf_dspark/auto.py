@@ -2,21 +2,21 @@
 
 import torch
 
-from hf_dspark.modeling import DSparkConfig, DSparkDrafter
+from hf_dspark.modeling import DSparkDrafter, Eagle3Drafter
 from hf_dspark.modeling.drafter import check_target
 
 from .hub.checkpoint import Checkpoint
 from .hub.formats import detect
 from .hub.importer import BORROWED, import_drafter
 
-OWN = {DSparkConfig.model_type: DSparkDrafter}
+OWN = {cls.config_class.model_type: cls for cls in (DSparkDrafter, Eagle3Drafter)}
 
 
 class AutoDrafter:
     """Loads drafters; see [`AutoDrafter.from_pretrained`]."""
 
     def __init__(self):
-        raise TypeError("AutoDrafter isn't instantiated: call AutoDrafter.from_pretrained(repo_or_path, target=target).")
+        raise TypeError("AutoDrafter makes no objects of its own: call AutoDrafter.from_pretrained(repo_or_path).")
 
     @classmethod
     def from_pretrained(
@@ -45,8 +45,8 @@ class AutoDrafter:
             dtype (`torch.dtype` or `str`, *optional*): defaults to the target's, else the file's.
             device_map (`str`, `torch.device` or `dict`, *optional*): where to put the drafter.
             revision, token, cache_dir, local_files_only, force_download, subfolder: as in `huggingface_hub`.
-            trust_remote_code (`bool`): accepted for symmetry; no format needs code from the checkpoint, and none is run.
-            overrides: fields of our config that the file leaves open or gets wrong, such as
+            trust_remote_code (`bool`): accepted for symmetry; no format needs code from the checkpoint, and none is
+            run. overrides: fields of our config that the file leaves open or gets wrong, such as
                 `sample_from_anchor=True` or `target_layer_ids=[1, 9, 17]` (0-based layer outputs).
 
         Returns:
@@ -54,8 +54,8 @@ class AutoDrafter:
 
         Raises:
             OSError: nothing there, or the Hub can't be reached.
-            ValueError: an unsupported format, a config that contradicts itself or the tensors, a target of other sizes, or
-                a tensor that is missing, unknown or of another shape.
+            ValueError: an unsupported format, a config that contradicts itself or the tensors, a target of other
+                sizes, or a tensor that is missing, unknown or of another shape.
         """
         hub = {
             "revision": revision,
@@ -85,8 +85,8 @@ class AutoDrafter:
     def from_target(cls, target):
         """The multi-token-prediction heads a target carries in its own checkpoint, as a drafter."""
         raise NotImplementedError(
-            f"AutoDrafter.from_target got a {type(target).__name__}, and multi-token-prediction heads can't be loaded yet: use "
-            "AutoDrafter.from_pretrained with a published drafter of this target, or train one."
+            f"AutoDrafter.from_target got a {type(target).__name__}, and multi-token-prediction heads can't be loaded "
+            "yet: use AutoDrafter.from_pretrained with a published drafter of this target, or train one."
         )
 
 

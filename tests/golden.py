@@ -1,7 +1,9 @@
-"""Fixtures made by running the public reference implementations: tiny targets, drafters in their published format, outputs.
+"""Fixtures made by running the public reference implementations: tiny targets, drafters in their published format,
+outputs.
 
-`load_fixture(name)` gives the target (one object per session, never change it), a fresh drafter bound to it, `expected.json`
-and the recorded tensors. Layer ids, block conventions and field meanings are those of the format each fixture comes from.
+`load_fixture(name)` gives the target (one object per session, never change it), a fresh drafter bound to it,
+`expected.json` and the recorded tensors. Layer ids, block conventions and field meanings are those of the format each
+fixture comes from.
 """
 
 import json

@@ -1,8 +1,19 @@
-"""Importer of the block drafters (DSpark, DFlash, Domino) of DeepSpec, z-lab, SpecForge, speculators and transformers."""
+"""Importer of block drafters (DSpark, DFlash, Domino): DeepSpec, z-lab, SpecForge, speculators, transformers."""
 
 from hf_dspark.modeling import DSparkConfig, DSparkDrafter
 
-from .facts import Fact, class_defaults, look_up, measured_body, required, shape_of, stated_body
+from .facts import (
+    Fact,
+    class_defaults,
+    look_up,
+    measured_body,
+    measured_taps,
+    measured_vocabulary,
+    required,
+    shape_of,
+    stated_body,
+    target_name,
+)
 
 # Prefixes of their tensor names and of ours; what isn't listed is called the same.
 RENAMES = {
@@ -18,7 +29,7 @@ RENAMES = {
 MODEL = DSparkDrafter
 MUSE_RENAMES = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
 HEAD_TYPES = {"vanilla": "markov", "gated": "gated", "rnn": "rnn"}
-W1, W2 = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
+W1 = "markov_head.markov_w1.weight"
 
 
 def our_name(tensor: str, family: str) -> str:
@@ -35,25 +46,22 @@ def their_name(tensor: str, family: str) -> str:
     return tensor
 
 
-def stated(config: dict, family: str) -> dict[str, Fact]:
-    """Facts the config states. Layer ids become 0-based layer outputs; missing essentials are errors.
+def stated(config: dict, family: str, given: dict[str, Fact], num_target_layers: int | None) -> dict[str, Fact]:
+    """Facts the config states, overruled by `given` ones. Layer ids become 0-based layer outputs.
 
     Raises:
-        ValueError: a key is missing, or contradicts another.
+        ValueError: an essential key is missing, or contradicts another.
     """
     body = config["transformer_layer_config"] if family == "speculators" else config
     facts = stated_body(body)
-    facts["block_size"] = required(config, "block_size")
-    facts["mask_token_id"] = required(config, "mask_token_id")
-    if family == "speculators":
-        ids, where = required(config, "aux_hidden_state_layer_ids")
-        facts["target_layer_ids"] = ([i - 1 for i in ids], where)
-    else:
-        facts["target_layer_ids"] = required(config, "target_layer_ids")
-    for key in ("num_target_layers", "target_hidden_size", "draft_vocab_size", "markov_rank"):
-        if found := look_up(config, key):
-            facts[key] = found
+    for key in ("block_size", "mask_token_id"):
+        facts[key] = given.get(key) or required(config, key)
+    facts["target_layer_ids"] = given.get("target_layer_ids") or _layer_ids(config, family)
     for key, ours in (
+        ("num_target_layers", "num_target_layers"),
+        ("target_hidden_size", "target_hidden_size"),
+        ("draft_vocab_size", "draft_vocab_size"),
+        ("markov_rank", "markov_rank"),
         ("enable_confidence_head", "confidence_head"),
         ("confidence_head_with_markov", "confidence_with_markov"),
         ("gru_hidden_dim", "gru_hidden_size"),
@@ -64,17 +72,18 @@ def stated(config: dict, family: str) -> dict[str, Fact]:
             facts[ours] = found
     _state_head(config, facts)
     _state_layers(config, body, family, facts)
-    if anchor := stated_anchor(config, family):
+    if anchor := given.get("sample_from_anchor") or stated_anchor(config, family):
         facts["sample_from_anchor"] = anchor
     if name := target_name(config):
         facts["target_name"] = name
-    return facts
+    return {**facts, **given}
 
 
-def target_name(config: dict) -> Fact | None:
-    verifier = (config.get("speculators_config") or {}).get("verifier") or {}
-    name = verifier.get("name_or_path") or config.get("target_model_name_or_path")
-    return (name, "verifier.name_or_path") if name else None
+def _layer_ids(config, family):
+    if family != "speculators":
+        return required(config, "target_layer_ids")
+    ids, where = required(config, "aux_hidden_state_layer_ids")
+    return [i - 1 for i in ids], f"{where} (its inputs of layers, less one)"
 
 
 def _state_head(config, facts):
@@ -94,30 +103,32 @@ def _state_layers(config, body, family, facts):
     if types is None and family == "muse":
         types = ["sliding_attention"] * count
     if types is None and body.get("use_sliding_window") and window:
-        types = ["sliding_attention" if i >= body.get("max_window_layers", 28) else "full_attention" for i in range(count)]
+        first = body.get("max_window_layers", 28)
+        types = ["sliding_attention" if i >= first else "full_attention" for i in range(count)]
     sliding = bool(types) and "sliding_attention" in types
     if types:
         facts["layer_types"] = (list(types), "layer_types")
     if sliding and body.get("use_sliding_window") is False or block.get("use_swa") and not sliding:
         raise ValueError(
-            f"config.json has layer_types={types}, use_sliding_window={body.get('use_sliding_window')} and dflash_config.use_swa="
-            f"{block.get('use_swa')}, which contradict each other: set layer_types to what the drafter was trained with, and "
-            "remove the other keys."
+            f"config.json has layer_types={types}, use_sliding_window={body.get('use_sliding_window')} and "
+            f"dflash_config.use_swa={block.get('use_swa')}, which contradict each other: set layer_types to what the "
+            "drafter was trained with, and remove the other keys."
         )
     causal = look_up(config, "causal", "is_causal")
     if causal and causal[0] and (not types or "full_attention" in types):
         raise ValueError(
-            f"config.json says {causal[1]}=true: full-attention layers would be causal inside the block, and ours see the whole "
-            "block. Serve this drafter with the engine it was published for."
+            f"config.json says {causal[1]}=true: full-attention layers would be causal inside the block, and ours see "
+            "the whole block. Serve this drafter with the engine it was published for."
         )
     if not sliding:
         return
     if block.get("swa_window_size") not in (None, window):
         raise ValueError(
-            f"config.json says sliding_window={window} and dflash_config.swa_window_size={block['swa_window_size']}: remove "
-            "the wrong one."
+            f"config.json says sliding_window={window} and dflash_config.swa_window_size={block['swa_window_size']}: "
+            "remove the wrong one."
         )
-    # Muse counts its window inclusively on both sides; speculators measures it from the anchor, the others from each slot.
+    # Muse counts its window inclusively on both sides; speculators measures it from the anchor, the others from each
+    # slot.
     facts["sliding_window"] = (window + 1 if family == "muse" and window else window, "sliding_window")
     facts["window_from"] = ("anchor" if family == "speculators" else "slot", "sliding_window")
     by_default = family != "muse" and not config.get("sliding_window_non_causal", False)
@@ -156,10 +167,7 @@ def measured(shapes: dict, facts: dict[str, Fact], config: dict, family: str) ->
     body = config.get("transformer_layer_config", config)
     seen = measured_body(shapes, facts, class_defaults(body).num_attention_heads)
     hidden, fc = seen["hidden_size"][0], "encoder.fc.weight" if family == "muse" else "fc.weight"
-    width, ids = shape_of(shapes, fc)[1], facts["target_layer_ids"][0]
-    seen["target_hidden_size"] = (width // len(ids) if width % len(ids) == 0 else width / len(ids), fc)
-    facts.setdefault("target_hidden_size", (hidden, f"{len(ids)} layer ids, and without target_hidden_size a width"))
-    seen |= _measured_head(shapes)
+    seen |= measured_taps(shape_of(shapes, fc)[1], fc, hidden, facts) | _measured_head(shapes)
     if "markov_rank" in seen:
         # A fork that calls DSpark weights DFlash doesn't say which of the two block layouts it keeps.
         if family == "zlab" and facts["sample_from_anchor"][1].startswith("(absent"):
@@ -192,23 +200,6 @@ def _measured_head(shapes):
     return {"correction_head": ("none", "markov_head.* (absent)")}
 
 
-def measured_vocabulary(shapes: dict) -> dict[str, Fact]:
-    """V, Vd, and which of embedding and head the file brings."""
-    seen = {name: (name + ".weight" in shapes, name) for name in ("embed_tokens", "lm_head")}
-    facts = {"own_embedding": seen["embed_tokens"], "own_head": seen["lm_head"]}
-    for key, tensors in (
-        ("vocab_size", ("embed_tokens.weight", "t2d", W1)),
-        ("draft_vocab_size", ("lm_head.weight", "d2t", W2, "embed_proj.2.weight")),
-    ):
-        sizes = {tensor: shapes[tensor][0] for tensor in tensors if tensor in shapes}
-        if len(set(sizes.values())) > 1:
-            raise ValueError(f"The tensors disagree on {key}: {sizes}. Get a checkpoint whose tensors belong together.")
-        if sizes:
-            tensor, size = next(iter(sizes.items()))
-            facts[key] = (size, tensor)
-    return facts
-
-
 def build(values: dict, config: dict) -> DSparkConfig:
     """Our config of all facts, defaults of the body filled in."""
     defaults = class_defaults(config.get("transformer_layer_config", config))
@@ -217,7 +208,7 @@ def build(values: dict, config: dict) -> DSparkConfig:
     values.setdefault("markov_rank", 0)
     if values["mask_token_id"] >= values["vocab_size"]:
         raise ValueError(
-            f"mask_token_id={values['mask_token_id']} lies outside the vocabulary of {values['vocab_size']}: set the id the "
-            "drafter was trained with."
+            f"mask_token_id={values['mask_token_id']} lies outside the vocabulary of {values['vocab_size']}: set the "
+            "id the drafter was trained with."
         )
     return DSparkConfig(**values)

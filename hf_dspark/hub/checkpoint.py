@@ -33,7 +33,7 @@ class Checkpoint:
         """
         name = str(repo_or_path)
         if Path(name).is_file():
-            raise OSError(f"{name} is a file, and a drafter is a folder with config.json and weights: give the folder.")
+            raise OSError(f"{name} is a file, and a drafter is a folder of config.json and weights: give the folder.")
 
         def fetch(filename, required=False):
             return cached_file(
@@ -105,6 +105,6 @@ def _open(path: str) -> _File:
         return _SafeTensors(path) if path.endswith(".safetensors") else _Pickle(path)
     except Exception as error:
         raise ValueError(
-            f"{path} can't be read as weights ({type(error).__name__}: {error}): the file is damaged or cut short. Download "
-            "it again (force_download=True)."
+            f"{path} can't be read as weights ({type(error).__name__}: {error}): the file is damaged or cut short. "
+            "Download it again (force_download=True)."
         ) from error

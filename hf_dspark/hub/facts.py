@@ -1,4 +1,4 @@
-"""What a checkpoint is, told twice: by its config and by the shapes of its tensors. Where the two differ, nobody guesses."""
+"""What a checkpoint is, told twice: by its config and by its tensors' shapes. Where the two differ, nobody guesses."""
 
 import re
 
@@ -12,7 +12,8 @@ Fact = tuple[object, str]  # a value, and where it was read
 
 
 def look_up(config: dict, *keys: str) -> Fact | None:
-    """The value of the first of `keys` that is set at the top level, in a nested drafter block or with the prefix `dspark_`.
+    """The value of the first of `keys` that is set at the top level, in a nested drafter block or with the prefix
+    `dspark_`.
 
     Raises:
         ValueError: two places disagree.
@@ -25,7 +26,8 @@ def look_up(config: dict, *keys: str) -> Fact | None:
     for value, where in found[1:]:
         if value != found[0][0]:
             raise ValueError(
-                f"config.json says {found[0][1]}={found[0][0]!r} and {where}={value!r}, which can't both be meant: remove one."
+                f"config.json says {found[0][1]}={found[0][0]!r} and {where}={value!r}, which can't both be meant: "
+                "remove one."
             )
     return found[0] if found else None
 
@@ -34,8 +36,8 @@ def required(config: dict, *keys: str) -> Fact:
     found = look_up(config, *keys)
     if found is None:
         raise ValueError(
-            f"config.json has no {' or '.join(keys)} (at the top level or in {', '.join(BLOCK_KEYS)}), and a default would be a "
-            "guess that loads cleanly and drafts noise: add the value the drafter was trained with."
+            f"config.json has no {' or '.join(keys)} (at the top level or in {', '.join(BLOCK_KEYS)}), and a default "
+            "would be a guess that loads cleanly and drafts noise: add the value the drafter was trained with."
         )
     return found
 
@@ -49,9 +51,10 @@ def reconcile(stated: dict[str, Fact], measured: dict[str, Fact]) -> dict:
     for key in stated.keys() & measured.keys():
         (said, where), (seen, tensor) = stated[key], measured[key]
         if said != seen:
+            source = where if where.startswith("argument") else f"config.json says {where}"
             raise ValueError(
-                f"config.json says {where}={said!r}, and tensor {tensor} says {seen!r}. Believing the wrong one would load "
-                "cleanly and draft noise: correct the config, or get the file that belongs to it."
+                f"{source}={said!r}, and tensor {tensor} says {seen!r}. Believing the wrong one would "
+                "load cleanly and draft noise: correct the config, or get the file that belongs to it."
             )
     return {key: value for key, (value, _) in {**stated, **measured}.items()}
 
@@ -76,16 +79,18 @@ def stated_body(body: dict) -> dict[str, Fact]:
     facts = {ours: (body[key], key) for key, ours in names.items() if body.get(key) is not None}
     if body.get("rope_is_neox_style") is False or body.get("is_neox_style") is False:
         raise ValueError(
-            "config.json says rope_is_neox_style=false: the drafter rotates neighbouring channels, and ours rotate halves. "
-            "Permute q_proj and k_proj (and their norms) to the half layout, or use the engine the drafter was made for."
+            "config.json says rope_is_neox_style=false: the drafter rotates neighbouring channels, and ours rotate "
+            "halves. Permute q_proj and k_proj (and their norms) to the half layout, or use the engine the drafter "
+            "was made for."
         )
     facts["rope_parameters"] = (read_rope(body), "rope_parameters")
     return facts
 
 
 def measured_body(shapes: dict, stated: dict[str, Fact], default_heads: int) -> dict[str, Fact]:
-    """The same facts from tensor shapes; `default_heads` where neither `head_dim` nor the number of heads is written."""
-    q, k, gate = "layers.0.self_attn.q_proj.weight", "layers.0.self_attn.k_proj.weight", "layers.0.mlp.gate_proj.weight"
+    """The same facts from tensor shapes; `default_heads` where neither head size nor number of heads is written."""
+    q, k = "layers.0.self_attn.q_proj.weight", "layers.0.self_attn.k_proj.weight"
+    gate = "layers.0.mlp.gate_proj.weight"
     q_norm = "layers.0.self_attn.q_norm.weight"
     rows = shape_of(shapes, q)[0]
     numbers = [int(m[1]) for m in (re.match(r"layers\.(\d+)\.", name) for name in shapes) if m]
@@ -108,13 +113,45 @@ def measured_body(shapes: dict, stated: dict[str, Fact], default_heads: int) -> 
     return facts
 
 
+def target_name(config: dict) -> Fact | None:
+    verifier = (config.get("speculators_config") or {}).get("verifier") or {}
+    name = verifier.get("name_or_path") or config.get("target_model_name_or_path")
+    return (name, "verifier.name_or_path") if name else None
+
+
 def shape_of(shapes: dict, name: str) -> tuple[int, ...]:
     if name not in shapes:
         raise ValueError(
-            f"The checkpoint has no tensor {name}, which every drafter of this kind has (found {len(shapes)} others): get the "
-            "complete file."
+            f"The checkpoint has no tensor {name}, which every drafter of this kind has (found {len(shapes)} others): "
+            "get the complete file."
         )
     return shapes[name]
+
+
+def measured_taps(width: int, tensor: str, hidden: int, facts: dict[str, Fact]) -> dict[str, Fact]:
+    """The target's hidden size, from the input `width` of the fusion and the number of layer ids in `facts`."""
+    count = len(facts["target_layer_ids"][0])
+    said = f"{count} layer ids of width hidden_size, hence target_hidden_size"
+    facts.setdefault("target_hidden_size", (hidden, said))
+    return {"target_hidden_size": (width // count if width % count == 0 else width / count, tensor)}
+
+
+def measured_vocabulary(shapes: dict) -> dict[str, Fact]:
+    """V, Vd, and which of embedding and head the file brings."""
+    facts = {
+        "own_embedding": ("embed_tokens.weight" in shapes, "embed_tokens.weight"),
+        "own_head": ("lm_head.weight" in shapes, "lm_head.weight"),
+    }
+    for key, tensors in (
+        ("vocab_size", ("embed_tokens.weight", "t2d", "markov_head.markov_w1.weight")),
+        ("draft_vocab_size", ("lm_head.weight", "d2t", "markov_head.markov_w2.weight", "embed_proj.2.weight")),
+    ):
+        sizes = {tensor: shapes[tensor][0] for tensor in tensors if tensor in shapes}
+        if len(set(sizes.values())) > 1:
+            raise ValueError(f"The tensors disagree on {key}: {sizes}. Get a file whose tensors belong together.")
+        if sizes:
+            facts[key] = (next(iter(sizes.values())), next(iter(sizes)))
+    return facts
 
 
 def class_defaults(body: dict):
@@ -133,8 +170,8 @@ def read_rope(body: dict) -> dict:
     if nested:
         if any(value != nested[0] for value in nested):
             raise ValueError(
-                "rope_parameters differ between layer types, and the layers of our drafters share one: use a drafter with one "
-                "rotary embedding."
+                "rope_parameters differ between layer types, and the layers of our drafters share one: use a drafter "
+                "with one rotary embedding."
             )
         new = nested[0]
     old = dict(body.get("rope_scaling") or {})
@@ -142,8 +179,8 @@ def read_rope(body: dict) -> dict:
     theta = body.get("rope_theta") or old.get("rope_theta") or new.get("rope_theta")
     if new and (theta != new.get("rope_theta", theta) or old["rope_type"] != new.get("rope_type", "default")):
         raise ValueError(
-            f"config.json states two rotary embeddings, rope_parameters={new} and rope_theta={body.get('rope_theta')}, "
-            f"rope_scaling={body.get('rope_scaling')}: remove the wrong one."
+            f"config.json states two rotary embeddings, rope_parameters={new} and "
+            f"rope_theta={body.get('rope_theta')}, rope_scaling={body.get('rope_scaling')}: remove the wrong one."
         )
     rope = {**old, **new, "rope_theta": theta or class_defaults(body).default_theta}
     rope["rope_type"] = "default" if rope.get("rope_type") in (None, "mrope") else rope["rope_type"]

@@ -6,7 +6,7 @@ SUPPORTED = (
     "DeepSpec (DSpark, DFlash, Eagle3 with a Qwen3 body), z-lab DFlash, speculators dspark/dflash/eagle3, SpecForge "
     "dspark/dflash/domino/eagle3, SafeAILab EAGLE-3, the Muse-Glimmer assistant, and our own"
 )
-SERVERS = "serve it with the engine it was published for (vLLM or SGLang), or train a drafter for the target with hf-dspark"
+SERVERS = "serve it with the engine it was published for (vLLM or SGLang), or train a drafter with hf-dspark"
 
 # What a name or an option gives away, and why it isn't loaded.
 REFUSED_ARCHITECTURES = {
@@ -35,8 +35,9 @@ def refuse(name: str, what: str, why: str, instead: str = SERVERS):
 
 
 def detect(name: str, config: dict, tensors: list[str] | None = None) -> str:
-    """The family: `hf`, `deepspec`, `zlab`, `specforge`, `domino`, `speculators`, `muse`, or `eagle3` and `eagle3-deepspec`,
-    `eagle3-speculators`. Without `tensors` (before weights are opened) only the config decides, and "" means undecided.
+    """The family: `hf`, `deepspec`, `zlab`, `specforge`, `domino`, `speculators`, `muse`, or `eagle3` and
+    `eagle3-deepspec`, `eagle3-speculators`. Without `tensors` (before weights are opened) only the config decides, and
+    "" means undecided.
 
     Raises:
         ValueError: a format that isn't supported, by name, saying why and what to use.
@@ -80,7 +81,7 @@ def detect(name: str, config: dict, tensors: list[str] | None = None) -> str:
             "it reads the target's last state, which our drafters don't",
             "use an EAGLE-3, DFlash or DSpark drafter of this target",
         )
-    refuse(name, f"architectures={[arch]}, model_type={model_type!r}", f"that is no drafter format known here: {SUPPORTED}")
+    refuse(name, f"architectures={[arch]}, model_type={model_type!r}", f"known formats are {SUPPORTED}")
 
 
 def refuse_unsupported(name: str, config: dict, arch: str, tensors: list[str]) -> None:
@@ -92,7 +93,7 @@ def refuse_unsupported(name: str, config: dict, arch: str, tensors: list[str]) -
     if config.get("dspark_noise_token_id") is not None:
         refuse(name, "a DeepSeek-V4 target with an embedded drafter", "the drafter is no checkpoint of its own")
     if config.get("quantization_config") and not config.get("model_type", "").startswith("hf_"):
-        refuse(name, "quantised weights", "the importers read plain ones", "use the bfloat16 checkpoint of the same drafter")
+        refuse(name, "quantised weights", "the importers read plain ones", "use its bfloat16 checkpoint")
     block = config.get("dflash_config") or {}
     for key in ("attention_sink_bias", "attention_value_scale", "conv_kernel_size", "selector_rank"):
         if block.get(key) or config.get(key):

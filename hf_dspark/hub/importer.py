@@ -6,7 +6,7 @@ import torch
 
 from hf_dspark.modeling.drafter import check_target
 
-from . import blocks
+from . import blocks, chains
 from .checkpoint import Checkpoint
 from .facts import REDUNDANT, class_defaults, reconcile
 from .formats import detect
@@ -16,13 +16,15 @@ BORROWED = "target (borrowed)"
 
 
 def import_drafter(checkpoint: Checkpoint, target_config=None, overrides=None, **load):
-    """A drafter of any published format. `overrides`: facts in the words of our config that win over the file's own config.
+    """A drafter of any published format. `overrides`: facts in the words of our config that win over the file's own
+    config.
 
     Raises:
-        ValueError: an unsupported format, a config that contradicts itself or the tensors, a target of other sizes, or a
-            tensor that is missing, unknown or of another shape, each by name.
+        ValueError: an unsupported format, a config that contradicts itself or the tensors, a target of other sizes, or
+            a tensor that is missing, unknown or of another shape, each by name.
     """
-    config, overrides = checkpoint.config, {k: (v, "argument") for k, v in (overrides or {}).items() if v is not None}
+    config = checkpoint.config
+    overrides = {k: (v, f"argument {k}") for k, v in (overrides or {}).items() if v is not None}
     family = detect(checkpoint.name, config)
     if family and target_config is not None:
         check_stated(_stated(config, family, target_config, overrides), target_config)
@@ -32,19 +34,28 @@ def import_drafter(checkpoint: Checkpoint, target_config=None, overrides=None, *
     facts = _stated(config, family, target_config, overrides)
     importer = _importer(family)
     seen = importer.measured(shapes, facts, config, family)
-    values = reconcile(facts, seen)
-    drafter_config = importer.build(_completed(values, checkpoint.name, config, target_config), config)
+    if _head_is_tied(config, shapes, family):
+        names["lm_head.weight"], seen["own_head"] = names["embed_tokens.weight"], (True, "embed_tokens.weight")
+    values = _completed(reconcile(facts, seen), checkpoint.name, config, target_config)
+    drafter_config = importer.build(values, config)
     if target_config is not None:
         check_target(drafter_config, target_config)
     return _load(checkpoint, names, drafter_config, importer, family, load)
 
 
 def _importer(family):
-    return blocks
+    return chains if family.startswith("eagle3") else blocks
 
 
 def _stated(config, family, target_config, overrides):
-    return {**_importer(family).stated(config, family), **overrides}
+    layers = None if target_config is None else target_config.get_text_config().num_hidden_layers
+    return _importer(family).stated(config, family, overrides, layers)
+
+
+def _head_is_tied(config, shapes, family):
+    """A file that was saved tied has no head tensor. Only formats that carry an embedding on purpose are read so."""
+    own = "embed_tokens.weight" in shapes and not {"lm_head.weight", "d2t"} & shapes.keys()
+    return own and config.get("tie_word_embeddings", False) and family in ("deepspec", "eagle3", "eagle3-deepspec")
 
 
 def short_names(checkpoint: Checkpoint) -> dict[str, str]:
@@ -55,7 +66,9 @@ def short_names(checkpoint: Checkpoint) -> dict[str, str]:
         if REDUNDANT.search(short):
             continue
         if short in names:
-            raise ValueError(f"{checkpoint.name} holds both {names[short]} and {name}, which mean one tensor: remove one.")
+            raise ValueError(
+                f"{checkpoint.name} holds both {names[short]} and {name}, which mean one tensor: remove one of them."
+            )
         names[short] = name
     return names
 
@@ -91,8 +104,8 @@ def _completed(values, name, config, target_config):
             raise ValueError(f"{name} doesn't say how large its vocabulary is: pass target=..., which knows.")
     if values.get("sample_from_anchor", ...) is None or "block_size" in values and "sample_from_anchor" not in values:
         raise ValueError(
-            f"{name} doesn't say whether slot k of a block predicts position p + k + 1 or p + k, and its kind of file exists "
-            "both ways; the wrong way loads cleanly and drafts noise. Pass sample_from_anchor=True (a block of "
+            f"{name} doesn't say whether slot k of a block predicts position p + k + 1 or p + k, and its kind of file "
+            "exists both ways; the wrong way loads cleanly and drafts noise. Pass sample_from_anchor=True (a block of "
             f"{values['block_size']} gives {values['block_size']} drafts) or False (one less)."
         )
     return values
@@ -118,7 +131,7 @@ def _load(checkpoint, names, config, importer, family, load):
 
 
 def check_complete(checkpoint, plan: dict[str, str], config, importer, family) -> None:
-    """Every tensor of the model has one in the file of the same shape, and the other way round; names are the file's."""
+    """Every tensor of the model has one of its shape in the file, and the other way round; by the file's names."""
     with torch.device("meta"):
         expected = {name: tuple(p.shape) for name, p in importer.MODEL(config).state_dict().items() if name != "d2t"}
     faults = [f"missing {importer.their_name(ours, family)}" for ours in expected.keys() - plan.keys()]
@@ -129,6 +142,6 @@ def check_complete(checkpoint, plan: dict[str, str], config, importer, family) -
             faults.append(f"{plan[ours]} has shape {list(found)} instead of {list(expected[ours])}")
     if faults:
         raise ValueError(
-            f"{checkpoint.name}: the tensors don't make a {importer.MODEL.__name__}: {'; '.join(sorted(faults))}. Half-loaded it "
-            "would draft noise: get the complete file, or correct the config that describes it."
+            f"{checkpoint.name}: the tensors don't make a {importer.MODEL.__name__}: {'; '.join(sorted(faults))}. "
+            "Half-loaded it would draft noise: get the complete file, or correct the config that describes it."
         )

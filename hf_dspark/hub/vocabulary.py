@@ -17,15 +17,15 @@ def to_offsets(d2t: torch.Tensor | None, t2d: torch.Tensor | None, size: int, vo
     kept = None if t2d is None else t2d.bool().nonzero().flatten()
     if kept is not None and (len(t2d) != vocab_size or len(kept) != size):
         raise ValueError(
-            f"t2d keeps {len(kept)} of {len(t2d)} target ids, and the drafter has {size} of {vocab_size}: the mask belongs to "
-            "another checkpoint. Get the complete file."
+            f"t2d keeps {len(kept)} of {len(t2d)} target ids, and the drafter has {size} of {vocab_size}: the mask "
+            "belongs to another checkpoint. Get the complete file."
         )
     slots = torch.arange(size)
     if d2t is None:
         if size < vocab_size and kept is None:
             raise ValueError(
-                f"The drafter has {size} of the target's {vocab_size} tokens and the file has no d2t (nor t2d), so no one can "
-                "tell which ones: get the file with d2t."
+                f"The drafter has {size} of the target's {vocab_size} tokens and the file has no d2t (nor t2d), so no "
+                "one can tell which ones: get the file with d2t."
             )
         ids = slots if kept is None else kept
     else:
@@ -46,7 +46,7 @@ def _target_ids(d2t, kept, slots, vocab_size):
         problem = "both as offsets and as target ids" if valid else "neither as offsets nor as target ids"
         agreeing = "" if kept is None else " that agree with t2d"
         raise ValueError(
-            f"d2t (first entries {d2t[:4].tolist()}) can be read {problem} of distinct tokens below {vocab_size}{agreeing}. "
-            "Store offsets (target id - draft id), and the t2d mask beside them."
+            f"d2t (first entries {d2t[:4].tolist()}) can be read {problem} of distinct tokens below "
+            f"{vocab_size}{agreeing}. Store offsets (target id - draft id), and the t2d mask beside them."
         )
     return next(iter((ascending if len(ascending) == 1 else valid).values()))
