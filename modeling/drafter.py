@@ -69,8 +69,8 @@ class Drafter(PreTrainedModel):
             self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
 
     def __getattr__(self, name):
-        # transformers' own assisted loop asks for this first: without the hook, say what is missing. (A property couldn't:
-        # nn.Module answers for its AttributeError with a message of its own.)
+        # transformers' own assisted loop asks for this first: without the hook, say what is missing. A property can't,
+        # as nn.Module puts its own message in place of the property's.
         if name == "generation_config":
             raise AttributeError(INSTALL)
         return super().__getattr__(name)
