@@ -93,8 +93,7 @@ class DSparkConfig(DrafterConfig):
             )
         if len(self.layer_types) != self.num_hidden_layers:
             raise ValueError(
-                f"layer_types has {len(self.layer_types)} entries for {self.num_hidden_layers} layers: give one per "
-                "layer."
+                f"layer_types has {len(self.layer_types)} entries for {self.num_hidden_layers} layers: give one per layer."
             )
         if "sliding_attention" in self.layer_types and not self.sliding_window:
             raise ValueError("layer_types asks for sliding_attention without a sliding_window: set sliding_window.")

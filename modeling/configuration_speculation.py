@@ -46,8 +46,7 @@ class SpeculationConfig:
             )
         if not 0.0 <= self.confidence_threshold <= 1.0:
             raise ValueError(
-                f"confidence_threshold={self.confidence_threshold} is no probability: set a number in [0, 1], 0 to "
-                "disable."
+                f"confidence_threshold={self.confidence_threshold} is no probability: set a number in [0, 1], 0 to disable."
             )
         for name, value, allowed in (
             ("verification", self.verification, VERIFICATIONS),
@@ -57,9 +56,7 @@ class SpeculationConfig:
             if value not in allowed:
                 raise ValueError(f"{name}={value!r} is unknown: set one of {allowed}.")
         if isinstance(self.loop_gate, str) and self.loop_gate != "auto":
-            raise ValueError(
-                f"loop_gate={self.loop_gate!r} is unknown: set a log-probability such as -0.5, 'auto' or None."
-            )
+            raise ValueError(f"loop_gate={self.loop_gate!r} is unknown: set a log-probability such as -0.5, 'auto' or None.")
         if self.max_draft_stages < 1:
             raise ValueError(f"max_draft_stages={self.max_draft_stages} drafts nothing: set at least 1.")
 

@@ -142,7 +142,9 @@ class Drafter(PreTrainedModel):
         module = self.embed_tokens if self.config.own_embedding else self._borrowed("embedding")
         if module.weight.device.type != "meta":  # offloaded modules move their own inputs
             ids = ids.to(module.weight.device)
-        x = module(ids).to(self.device, self.dtype)
+        # A norm inside the target's embedding belongs to the target: drafters were trained on the bare table.
+        x = F.embedding(ids, module.weight) if hasattr(module, "embed_norm") else module(ids)
+        x = x.to(self.device, self.dtype)
         return x if self.config.embed_scale == 1.0 else x * self.config.embed_scale
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -124,8 +124,8 @@ def from_user_cache(config, cache, keep: torch.Tensor) -> TargetCache:
         cache = cache.to_dynamic()  # the mask hides tokens that were fed: lay the rows out anew without them
     if not isinstance(cache, DynamicCache):
         raise ValueError(
-            f"past_key_values is a {type(cache).__name__}, and drafts are verified in a cache with per-row lengths that can only "
-            "take over a DynamicCache or one returned by an earlier call: pass one of those, or leave it out."
+            f"past_key_values is a {type(cache).__name__}, and drafts are verified in a cache with per-row lengths that can "
+            "only take over a DynamicCache or one returned by an earlier call: pass one of those, or leave it out."
         )
     new, keep = TargetCache(config, keep.shape[0]), keep[:, : cache.get_seq_length()]
     if not keep.shape[1]:
@@ -159,8 +159,8 @@ def attention_masks(model, config, slots: Slots):
     kernel = model.config._attn_implementation
     if kernel not in ("sdpa", "eager"):
         raise ValueError(
-            f"attn_implementation={kernel!r} takes no per-row mask, and the rows of this batch have different lengths: load the "
-            "target with attn_implementation='sdpa', or generate one row at a time."
+            f"attn_implementation={kernel!r} takes no per-row mask, and the rows of this batch have different lengths: load "
+            "the target with attn_implementation='sdpa', or generate one row at a time."
         )
     device = model.device
     query, key = slots.index(device)[:, :, None], torch.arange(slots.end, device=device)

@@ -11,6 +11,7 @@ from hf_dspark.modeling import SpeculationConfig
 from hf_dspark.verification.probabilities import Scorer
 
 from .cache import from_user_cache
+from .candidates import stock_generate
 from .loop import DecodeLoop, Request, Settings
 from .outputs import Recorder, SpeculationStats, SpeculativeOutput
 from .target import KNOWN_INPUTS, FeatureTap, Target
@@ -18,7 +19,7 @@ from .target import KNOWN_INPUTS, FeatureTap, Target
 # Renamed from past_key_values in transformers 5.24; the old name stays readable there.
 CACHE_FIELD = "cache" if "cache" in SpeculativeOutput.__dataclass_fields__ else "past_key_values"
 # transformers fills these in when nobody sets them; a value that equals the default is taken as not set.
-DEFAULTS = GenerationConfig._get_default_generation_params() if hasattr(GenerationConfig, "_get_default_generation_params") else {}
+DEFAULTS = getattr(GenerationConfig, "_get_default_generation_params", dict)()
 
 
 def check_call(target, drafter, mode, config, kwargs) -> None:
@@ -47,7 +48,9 @@ def check_call(target, drafter, mode, config, kwargs) -> None:
             "generate without assistant_model."
         )
     drafter.bind(target)
-    if resolve(drafter, config).engine == "own":  # our loop allocates its own cache: keep generate from making one to throw away
+    if (
+        resolve(drafter, config).engine == "own"
+    ):  # our loop allocates its own cache: keep generate from making one to throw away
         config.cache_implementation, config.use_cache = None, False
 
 
@@ -58,7 +61,10 @@ def resolve(drafter, config) -> SpeculationConfig:
         return given
     knobs = drafter.speculation
     changes = {}
-    for ours, theirs in (("num_draft_tokens", "num_assistant_tokens"), ("confidence_threshold", "assistant_confidence_threshold")):
+    for ours, theirs in (
+        ("num_draft_tokens", "num_assistant_tokens"),
+        ("confidence_threshold", "assistant_confidence_threshold"),
+    ):
         value = getattr(config, theirs, None)
         if value is not None and value != DEFAULTS.get(theirs):
             changes[ours] = value
@@ -84,7 +90,9 @@ def _check_inputs(input_ids, model_kwargs, inputs_tensor) -> None:
             "with: use its text-only sibling, or drop assistant_model."
         )
     if mask is not None and mask.dim() != 2:
-        raise ValueError(f"attention_mask has {mask.dim()} dimensions, and rows are told from their pads by a 2D one: pass [B, T].")
+        raise ValueError(
+            f"attention_mask has {mask.dim()} dimensions, and rows are told from their pads by a 2D one: pass [B, T]."
+        )
 
 
 def _requests(input_ids, mask, config, device) -> tuple[list[Request], list[torch.Tensor]]:
@@ -120,23 +128,25 @@ def speculative_generate(
     """`GenerationMixin._assisted_decoding` for our drafters: same arguments, same returns."""
     drafter, config = assistant_model, generation_config
     speculation = resolve(drafter, config)
-    if speculation.engine == "stock":
-        raise ValueError("engine='stock' is not available yet: set engine='own'.")
     _check_inputs(input_ids, model_kwargs, inputs_tensor)
+    mask = model_kwargs.get("attention_mask")
+    mask = torch.ones_like(input_ids) if mask is None else mask.to(input_ids.device)
+    if speculation.engine == "stock":
+        kwargs = dict(logits_processor=logits_processor, stopping_criteria=stopping_criteria, generation_config=config)
+        kwargs |= dict(synced_gpus=synced_gpus, streamer=streamer, inputs_tensor=inputs_tensor, tokenizer=tokenizer)
+        return stock_generate(target, drafter, speculation, stock, input_ids, kwargs | model_kwargs, mask)
     if streamer is not None and input_ids.shape[0] > 1:
         raise ValueError(
-            f"A streamer was given for {input_ids.shape[0]} rows, and rows advance by different numbers of tokens: stream one row "
-            "at a time, or drop the streamer."
+            f"A streamer was given for {input_ids.shape[0]} rows, and rows advance by different numbers of tokens: stream one "
+            "row at a time, or drop the streamer."
         )
     for name in ("output_hidden_states", "output_attentions"):
         if config.return_dict_in_generate and getattr(config, name, False):
             raise ValueError(f"{name}=True is not supported with a drafter: drop it, or run the target once over the result.")
-    mask = model_kwargs.get("attention_mask")
-    mask = torch.ones_like(input_ids) if mask is None else mask.to(input_ids.device)
     if mask.shape[1] < input_ids.shape[1]:
         raise ValueError(
-            f"attention_mask has {mask.shape[1]} columns for {input_ids.shape[1]} tokens: pass one column per token, cached ones "
-            "included."
+            f"attention_mask has {mask.shape[1]} columns for {input_ids.shape[1]} tokens: pass one column per token, cached "
+            "ones included."
         )
     with FeatureTap(target, drafter.config.target_layer_ids) as tap:
         return _run(target, drafter, tap, speculation, input_ids, mask, logits_processor, stopping_criteria, config, streamer,

@@ -130,8 +130,8 @@ class DecodeLoop:
         rest = n - past
         if (rest < 1).any():
             raise ValueError(
-                f"past_key_values already holds {past.tolist()} tokens of prompts of {n.tolist()}, which leaves nothing to feed: "
-                "pass input_ids that go on at least one token beyond the cache."
+                f"past_key_values already holds {past.tolist()} tokens of prompts of {n.tolist()}, which leaves nothing to "
+                "feed: pass input_ids that go on at least one token beyond the cache."
             )
         total = int(rest.max())
         chunk = self.settings.prefill_chunk or total

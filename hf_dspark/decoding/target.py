@@ -149,6 +149,6 @@ def check_target_model(model, parameters) -> None:
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     if isinstance(rope, dict) and rope.get("mrope_section"):
         raise ValueError(
-            f"{name} uses multimodal rotary positions (mrope_section), which have three components per token: use its text-only "
-            "sibling, or generate without assistant_model."
+            f"{name} uses multimodal rotary positions (mrope_section), which have three components per token: use its text-"
+            "only sibling, or generate without assistant_model."
         )

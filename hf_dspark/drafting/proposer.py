@@ -208,9 +208,7 @@ class Proposer:
                 columns.append(wide)
             return torch.cat(columns, 1)
 
-        return Draft(
-            joined("tokens"), lengths, joined("q"), joined("log_q"), joined("confidence"), stages, self.block
-        )
+        return Draft(joined("tokens"), lengths, joined("q"), joined("log_q"), joined("confidence"), stages, self.block)
 
 
 @dataclass

@@ -147,7 +147,7 @@ class Scorer:
         self.prefix_free = all(type(p) in PREFIX_FREE for p in processors)
         self.shared = LogitsProcessorList(processors)
         # The drafter may use any q, so custom processors (which may count their calls) are left out of drafting.
-        drafting = [p for p in processors if type(p).__module__ == lp.__name__]
+        drafting = [p for p in processors if type(p).__module__ == lp.__name__ or isinstance(p, KeyedNoise)]
         rows = range(0 if self.prefix_free else len(pads))
         self.target = [LogitsProcessorList(for_row(p, r, pads[r], keep_min_length) for p in processors) for r in rows]
         self.draft = [LogitsProcessorList(for_row(p, r, pads[r], keep_min_length) for p in drafting) for r in rows]
