@@ -47,6 +47,19 @@ class Commit:
     reason: str | None
 
 
+@dataclass
+class Round:
+    """What an observer is shown after each round. Row i of `draft` and `verdict` is the row of `commits[i]`; the seconds are
+    those of all rows together."""
+
+    draft: Draft
+    verdict: Verdict
+    commits: list[Commit]
+    draft_seconds: float
+    verify_seconds: float
+    overhead_seconds: float
+
+
 class Slot:
     """A row at work: `n` committed tokens, the first `start` of them its prompt."""
 
@@ -97,6 +110,8 @@ class DecodeLoop:
             carried = None
         self.proposer = Proposer(drafter, speculation, cache.lengths, carried, self._gate())
         self.keep_cache, self.finished = keep_cache, {}
+        # A callable that is shown every `Round`; set on the drafter, as the one object a caller shares with this loop.
+        self.observer = getattr(drafter, "observer", None)
 
     def _gate(self):
         gate = self.speculation.loop_gate
@@ -181,10 +196,13 @@ class DecodeLoop:
         self._observe(commits, fed.shape[1])
         clock.append(time.perf_counter())
         self._retire(commits)
-        propose, verify, commit_, observe = (b - a for a, b in zip(clock, clock[1:]))
+        clock.append(time.perf_counter())
+        propose, verify, commit_, observe, retire = (b - a for a, b in zip(clock, clock[1:]))
         self.stats.draft_seconds += propose + observe
         self.stats.verify_seconds += verify
-        self.stats.overhead_seconds += commit_ + time.perf_counter() - clock[-1]
+        self.stats.overhead_seconds += commit_ + retire
+        if self.observer is not None:
+            self.observer(Round(draft, verdict, commits, propose + observe, verify, commit_ + retire))
         return commits
 
     def _context(self) -> Context:
