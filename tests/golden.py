@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from hf_dspark.auto import AutoDrafter
@@ -70,3 +70,27 @@ def target_features(target, ids: list[int] | torch.Tensor, layer_ids: list[int])
     """Tapped states [1, T, m*D] of a sequence: 0-based outputs of decoder layers, -1 the embeddings."""
     states = target(torch.as_tensor(ids).view(1, -1), output_hidden_states=True).hidden_states
     return torch.cat([states[i + 1] for i in layer_ids], -1)
+
+
+def edited_drafter(folder: Path, name: str, config: dict | None = None, tensors=None) -> Path:
+    """A copy of a fixture's drafter, with `config` entries replaced (`...` deletes) and `tensors(dict)` run.
+
+    A dotted key reaches into a nested block. Keys and tensors must exist to be deleted.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    content = json.loads((drafter_folder(name) / "config.json").read_text())
+    for key, value in (config or {}).items():
+        *blocks, last = key.split(".")
+        place = content
+        for block in blocks:
+            place = place[block]
+        if value is ...:
+            del place[last]
+        else:
+            place[last] = value
+    (folder / "config.json").write_text(json.dumps(content))
+    weights = load_file(drafter_folder(name) / "model.safetensors")
+    if tensors is not None:
+        weights = tensors(weights) or weights
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder

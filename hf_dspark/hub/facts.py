@@ -83,6 +83,8 @@ def stated_body(body: dict) -> dict[str, Fact]:
             "halves. Permute q_proj and k_proj (and their norms) to the half layout, or use the engine the drafter "
             "was made for."
         )
+    if body.get("model_type") == "qwen3":
+        facts["qk_norm"] = (True, "model_type='qwen3', hence qk_norm")
     facts["rope_parameters"] = (read_rope(body), "rope_parameters")
     return facts
 
@@ -91,19 +93,19 @@ def measured_body(shapes: dict, stated: dict[str, Fact], default_heads: int) -> 
     """The same facts from tensor shapes; `default_heads` where neither head size nor number of heads is written."""
     q, k = "layers.0.self_attn.q_proj.weight", "layers.0.self_attn.k_proj.weight"
     gate = "layers.0.mlp.gate_proj.weight"
-    q_norm = "layers.0.self_attn.q_norm.weight"
+    norms = [f"layers.0.self_attn.{x}_norm.weight" for x in "qk" if f"layers.0.self_attn.{x}_norm.weight" in shapes]
     rows = shape_of(shapes, q)[0]
     numbers = [int(m[1]) for m in (re.match(r"layers\.(\d+)\.", name) for name in shapes) if m]
     facts = {
         "hidden_size": (shape_of(shapes, "norm.weight")[0], "norm.weight"),
         "intermediate_size": (shape_of(shapes, gate)[0], gate),
         "num_hidden_layers": (max(numbers) + 1, f"layers.{max(numbers)}.*"),
-        "qk_norm": (q_norm in shapes, q_norm if q_norm in shapes else q),
+        "qk_norm": (bool(norms), "layers.0.self_attn.q_norm.weight"),
         "attention_bias": (q.replace("weight", "bias") in shapes, q),
         "attention_output_bias": ("layers.0.self_attn.o_proj.bias" in shapes, "layers.0.self_attn.o_proj.bias"),
     }
-    if q_norm in shapes:
-        facts["head_dim"] = (shapes[q_norm][0], q_norm)
+    if norms:
+        facts["head_dim"] = (shapes[norms[0]][0], norms[0])
     elif "head_dim" not in stated:
         heads = stated["num_attention_heads"][0] if "num_attention_heads" in stated else default_heads
         facts["head_dim"] = (rows // heads, q)
@@ -121,6 +123,8 @@ def target_name(config: dict) -> Fact | None:
 
 def shape_of(shapes: dict, name: str) -> tuple[int, ...]:
     if name not in shapes:
+        if "layers.0.hidden_norm.weight" in shapes:
+            name += f" (or {name.replace('layers.0.', 'midlayer.')})"
         raise ValueError(
             f"The checkpoint has no tensor {name}, which every drafter of this kind has (found {len(shapes)} others): "
             "get the complete file."

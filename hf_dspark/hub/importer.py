@@ -12,6 +12,9 @@ from .facts import REDUNDANT, class_defaults, reconcile
 from .formats import detect
 from .vocabulary import to_offsets
 
+# Formats whose files bring these; elsewhere they are the target's, unless the file brings them all the same.
+CARRY_EMBEDDING = ("deepspec", "eagle3-deepspec", "eagle3-speculators")
+CARRY_HEAD = (*CARRY_EMBEDDING, "eagle3")
 BORROWED = "target (borrowed)"
 
 
@@ -37,6 +40,7 @@ def import_drafter(checkpoint: Checkpoint, target_config=None, overrides=None, *
     if _head_is_tied(config, shapes, family):
         names["lm_head.weight"], seen["own_head"] = names["embed_tokens.weight"], (True, "embed_tokens.weight")
     values = _completed(reconcile(facts, seen), checkpoint.name, config, target_config)
+    check_borrowing(checkpoint.name, family, values, overrides)
     drafter_config = importer.build(values, config)
     if target_config is not None:
         check_target(drafter_config, target_config)
@@ -50,6 +54,21 @@ def _importer(family):
 def _stated(config, family, target_config, overrides):
     layers = None if target_config is None else target_config.get_text_config().num_hidden_layers
     return _importer(family).stated(config, family, overrides, layers)
+
+
+def check_borrowing(name, family, values, given) -> None:
+    """Refuse a file that lost the embedding or head its format carries; they may differ from the target's."""
+    reduced = values.get("draft_vocab_size", values["vocab_size"]) < values["vocab_size"]
+    carried = {
+        "own_embedding": ("embed_tokens.weight", family in CARRY_EMBEDDING),
+        "own_head": ("lm_head.weight", family in CARRY_HEAD or reduced),
+    }
+    for key, (tensor, expected) in carried.items():
+        if expected and not values[key] and key not in given:
+            raise ValueError(
+                f"{name} has no tensor {tensor}, which files of its format ({family}) carry: get the complete file. "
+                f"If the target's own is meant, pass {key}=False to borrow it."
+            )
 
 
 def _head_is_tied(config, shapes, family):

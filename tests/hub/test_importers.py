@@ -1,4 +1,4 @@
-"""Every published format drafts as its own library did: recorded features in, recorded logits, confidences and drafts out."""
+"""Every published format drafts as its own library did: recorded features in, recorded logits and drafts out."""
 
 import golden
 import pytest
@@ -9,7 +9,8 @@ from golden import load_fixture, target_features
 def draft(drafter, features, tokens, anchors, teacher=None):
     """Draft from each of `anchors` [A]: drafts [A, K], logits [A, K, Vd], confidence logits [A, K] or None.
 
-    `features` [T, m*D] and `tokens` [T] are one sequence; `teacher` [A, K] replaces the drafted tokens as previous ones.
+    `features` [T, m*D] and `tokens` [T] are one sequence; `teacher` [A, K] replaces the drafted tokens as previous
+    ones.
     """
     A, T = len(anchors), int(anchors.max())
     cache = drafter.new_cache(torch.zeros(A, dtype=torch.long))
@@ -96,7 +97,8 @@ def test_formats_without_recorded_tensors_draft_the_recorded_blocks(name):
         anchors = anchors[anchors < len(tokens)]
         features = target_features(target, tokens, drafter.config.target_layer_ids)[0]
         drafts, _, _ = draft(drafter, features, tokens, anchors)
-        blocks = torch.tensor(case["verify_blocks"])[: len(anchors)]  # the shifted Domino proposes one less than it could
+        # The shifted Domino's library proposes one draft less than its block gives.
+        blocks = torch.tensor(case["verify_blocks"])[: len(anchors)]
         assert torch.equal(blocks[:, 0], tokens[anchors])
         assert torch.equal(drafts[:, : blocks.shape[1] - 1], blocks[:, 1:])
 
