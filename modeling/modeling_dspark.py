@@ -20,7 +20,7 @@ class BlockState:
     """A drafted block on its way: base logits of the slots that draft, and where the correction head stands.
 
     `base` [B, K, Vd]; `hidden` [B, K, D] final-normed; `first` [B, D] the state of slot 0 where that slot doesn't draft;
-    `pseudo` [B, K, D] what stands for the target's features if the next stage is drafted (METHODS: h~).
+    `pseudo` [B, K, D] what stands for the target's features if the next stage is drafted. K is the drafts wanted.
     """
 
     base: torch.Tensor
@@ -276,7 +276,8 @@ class DSparkDrafter(Drafter):
         if not slots.uniform:
             masks["full_attention"] = seen.expand(-1, slots.count, -1)[:, None].to(self.device)
         if "sliding_attention" in config.layer_types:
-            masks["sliding_attention"] = (seen & sliding_rule(config, query, key, anchor))[:, None].to(self.device)
+            near = (seen & sliding_rule(config, query, key, anchor)).expand(-1, slots.count, -1)
+            masks["sliding_attention"] = near[:, None].to(self.device)
         return masks
 
     def start(self, cache, anchor, seed=None, pseudo=None, length: int | None = None) -> BlockState:
@@ -296,7 +297,7 @@ class DSparkDrafter(Drafter):
         drafts, first = self.slots_that_draft(states)
         pseudo = states[:, :-1] if first is not None and self.config.loop_alignment == "position" else drafts
         hidden = self.norm(drafts[:, :length])
-        return BlockState(self.head(hidden), hidden, pseudo, None if first is None else self.norm(first))
+        return BlockState(self.head(hidden), hidden, pseudo[:, :length], None if first is None else self.norm(first))
 
     def step(self, cache, state: BlockState, prev: torch.Tensor):
         """Corrected logits [B, Vd] (temperature 1), confidence logit [B] or None, and the next state, after `prev` [B]."""
