@@ -62,7 +62,8 @@ class RaggedBuffer:
 
     def append(self, other: "RaggedBuffer") -> None:
         """Admit another buffer's rows below ours."""
-        if self.keys is None or other.keys is None:
+        assert other.keys is not None or self.keys is None, "rows are admitted after their first tokens"
+        if self.keys is None:
             self.keys, self.values = other.keys, other.values
             return
         capacity = max(self.keys.shape[2], other.keys.shape[2])
