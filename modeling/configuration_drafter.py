@@ -19,6 +19,7 @@ class DrafterConfig(PreTrainedConfig):
             final norm. -1 is the input of layer 0. The last layer is refused.
         num_target_layers (`int`, *optional*), target_hidden_size (`int`, *optional*, defaults to `hidden_size`).
         confidence_temperatures (`list[float]`, *optional*): one calibration temperature per draft position.
+        survival_model (`dict`, *optional*): a fitted estimate of acceptance, for drafters without a confidence head.
         own_embedding, own_head (`bool`): whether the checkpoint carries them; else they are the target's, borrowed.
         embed_scale (`float`): factor on input embeddings.
         final_logit_softcapping (`float`, *optional*): cap on base logits.
@@ -49,6 +50,7 @@ class DrafterConfig(PreTrainedConfig):
         num_target_layers=None,
         target_hidden_size=None,
         confidence_temperatures=None,
+        survival_model=None,
         own_embedding=False,
         own_head=False,
         embed_scale=1.0,
@@ -83,6 +85,7 @@ class DrafterConfig(PreTrainedConfig):
         self.num_target_layers = num_target_layers
         self.target_hidden_size = target_hidden_size or hidden_size
         self.confidence_temperatures = confidence_temperatures
+        self.survival_model = survival_model
         self.own_embedding = own_embedding
         self.own_head = own_head
         self.embed_scale = embed_scale

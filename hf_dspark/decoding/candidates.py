@@ -17,6 +17,7 @@ from hf_dspark.verification.chain import Noise
 from hf_dspark.verification.probabilities import Scorer
 
 from .outputs import SpeculationStats, SpeculativeOutput
+from .policy import StaticGate, survival_estimate
 from .target import FeatureTap
 
 
@@ -35,9 +36,9 @@ class DrafterCandidateGenerator(CandidateGenerator):
     def __init__(self, drafter, tap: FeatureTap, speculation, generation_config, logits_processor, input_ids, pads=0):
         self.drafter, self.tap, self.speculation = drafter, tap, speculation
         self.config, self.pads = generation_config, pads
-        gate = speculation.loop_gate
-        passes = None if gate is None else lambda score, stage: score >= gate
-        self.proposer = Proposer(drafter, speculation, torch.zeros(1, dtype=torch.long), gate=passes)
+        gate = None if speculation.loop_gate is None else StaticGate(speculation.loop_gate)
+        first = torch.zeros(1, dtype=torch.long)
+        self.proposer = Proposer(drafter, speculation, first, gate=gate, estimate=survival_estimate(drafter))
         self.scorer = Scorer(logits_processor, [0])
         self.seed = torch.randint(2**62, ()).item() if speculation.seed is None else speculation.seed
         self.prompt, self.draft, self.stats = input_ids.shape[1], None, SpeculationStats.empty(1)

@@ -14,6 +14,7 @@ from .cache import from_user_cache
 from .candidates import stock_generate
 from .loop import DecodeLoop, Request, Settings
 from .outputs import Recorder, SpeculationStats, SpeculativeOutput
+from .policy import policy_for
 from .target import KNOWN_INPUTS, FeatureTap, Target
 
 # Renamed from past_key_values in transformers 5.24; the old name stays readable there.
@@ -172,7 +173,9 @@ def _run(target, drafter, tap, speculation, input_ids, mask, processors, criteri
     stats, recorder = SpeculationStats.empty(rows), Recorder(config, rows)
     keep_cache = bool(config.return_dict_in_generate) or given is not None
     scorer = Scorer(processors, pads, keep_min_length=config.min_new_tokens is None)
-    loop = DecodeLoop(model, drafter, speculation, settings, requests, cache, scorer, recorder, stats, keep_cache)
+    auto = speculation.scheduler is not None or speculation.loop_gate == "auto"
+    policy = policy_for(drafter, target, speculation) if auto else None
+    loop = DecodeLoop(model, drafter, speculation, settings, requests, cache, scorer, recorder, stats, keep_cache, policy)
     new: list[list[int]] = [[] for _ in requests]
     for commits in loop.run():
         for c in commits:
@@ -181,6 +184,8 @@ def _run(target, drafter, tap, speculation, input_ids, mask, processors, criteri
                 streamer.put(torch.tensor([c.tokens]))
     if streamer is not None:
         streamer.end()
+    if policy is not None:
+        stats.notes.append(policy.note())
     drafter.last_speculation = stats
     sequences = _sequences(input_ids, new, config)
     if not keep_cache:

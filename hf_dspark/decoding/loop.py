@@ -14,6 +14,7 @@ from hf_dspark.verification.probabilities import Scorer
 
 from .cache import TargetCache
 from .outputs import Recorder, SpeculationStats
+from .policy import AutoGate, Policy, StaticGate, survival_estimate
 from .target import Target
 
 
@@ -82,7 +83,7 @@ class DecodeLoop:
     Args:
         target ([`Target`]): with its tap active. drafter: bound to it. speculation, settings: the call's knobs.
         requests: one per row. cache: the target's, holding each row's first tokens already (usually none).
-        scorer, recorder, stats: shared with the caller.
+        scorer, recorder, stats: shared with the caller. policy: measures and decides, for what is set to "auto".
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class DecodeLoop:
         recorder: Recorder,
         stats: SpeculationStats,
         keep_cache: bool = False,
+        policy: Policy | None = None,
     ):
         self.target, self.drafter, self.speculation, self.settings = target, drafter, speculation, settings
         self.scorer, self.recorder, self.stats, self.cache = scorer, recorder, stats, cache
@@ -108,14 +110,17 @@ class DecodeLoop:
         carried = cache.draft if cache.drafter is drafter else None
         if carried is not None and not torch.equal(carried.first + carried.lengths, cache.lengths):
             carried = None
-        self.proposer = Proposer(drafter, speculation, cache.lengths, carried, self._gate())
+        self.policy = policy
+        self.proposer = Proposer(drafter, speculation, cache.lengths, carried, self._gate(), survival_estimate(drafter))
         self.keep_cache, self.finished = keep_cache, {}
         # A callable that is shown every `Round`; set on the drafter, as the one object a caller shares with this loop.
         self.observer = getattr(drafter, "observer", None)
 
     def _gate(self):
         gate = self.speculation.loop_gate
-        return None if gate is None else lambda score, stage: score >= gate
+        if gate is None:
+            return None
+        return AutoGate(self.policy) if gate == "auto" else StaticGate(gate)
 
     # ------------------------------------------------------------------ the generator
 
@@ -184,7 +189,15 @@ class DecodeLoop:
 
     def _round(self) -> list[Commit]:
         clock = [time.perf_counter()]
-        draft = self.proposer.propose(self._context())
+        context = self._context()
+        if self.policy is not None:
+            self.policy.begin(len(self.slots), sum(context.lengths) / len(self.slots))
+        if self.speculation.scheduler is not None:
+            planned = self.policy.plan()
+            context.room = [min(room, planned) if planned < self.proposer.block else room for room in context.room]
+        draft = self.proposer.propose(context)
+        if self.speculation.scheduler is not None:
+            draft.lengths = self.policy.prune(draft)
         clock.append(time.perf_counter())
         fed = self._fed(max(draft.lengths))
         out = self.target.forward(fed, self.cache)
@@ -201,6 +214,9 @@ class DecodeLoop:
         self.stats.draft_seconds += propose + observe
         self.stats.verify_seconds += verify
         self.stats.overhead_seconds += commit_ + retire
+        if self.policy is not None:
+            accepted = verdict.accepted.tolist()
+            self.policy.observe(draft, draft.lengths, accepted, fed.shape[1], propose + observe, verify)
         if self.observer is not None:
             self.observer(Round(draft, verdict, commits, propose + observe, verify, commit_ + retire))
         return commits

@@ -51,11 +51,22 @@ class Proposer:
     Args:
         drafter: a bound drafter. speculation ([`SpeculationConfig`]): the call's knobs.
         first_positions ([B]): true positions of the first features to come. cache: a cache to continue, instead.
-        gate: `gate(score, stage) -> bool` for DLoop, given a block's summed log-probability.
+        gate: for DLoop, `gate(scores[R][S], active rows) -> [R]`: which rows draft another stage, given the summed
+            log-probabilities of their stages so far.
+        estimate: `estimate(log_probs[A, Vd], before[A, k], k) -> [A]`: a confidence for drafters without the head, from the
+            draft law and the log-probabilities of the drafts before; never from the draft it judges.
     """
 
-    def __init__(self, drafter, speculation: SpeculationConfig, first_positions, cache=None, gate: Callable | None = None):
-        self.drafter, self.speculation, self.gate = drafter, speculation, gate
+    def __init__(
+        self,
+        drafter,
+        speculation: SpeculationConfig,
+        first_positions: torch.Tensor,
+        cache=None,
+        gate: Callable | None = None,
+        estimate: Callable | None = None,
+    ):
+        self.drafter, self.speculation, self.gate, self.estimate = drafter, speculation, gate, estimate
         self.cache = drafter.new_cache(first_positions) if cache is None else cache
         self.seed: torch.Tensor | None = None  # [A, D], recursive drafters only
         trained = drafter.config.max_block
@@ -92,13 +103,13 @@ class Proposer:
         stage, cache = 1, self.cache
         first = self._stage(context, active, cache, anchors, self.seed, None, 0)
         parts, lengths, stages = [(active, first)], list(first.lengths), [1] * len(active)
-        latest = first
+        latest, scores = first, [[] for _ in active]
         while latest.state is not None and stage < self._max_stages():
-            go = [
-                j
-                for j, r in enumerate(active)
-                if latest.whole[j] and context.room[r] > lengths[r] and self._passes(latest, j, stage)
-            ]
+            able = [j for j, r in enumerate(active) if latest.whole[j] and context.room[r] > lengths[r]]
+            for j in able:
+                scores[active[j]].append(float(latest.log_q[j].sum()))
+            passed = self.gate([scores[active[j]] for j in able], len(lengths)) if able else []
+            go = [j for j, yes in zip(able, passed) if yes]
             if not go:
                 break
             if len(go) < len(active):  # rows that stop leave a copy behind; pseudo-context never outlives the round
@@ -117,9 +128,6 @@ class Proposer:
     def _max_stages(self) -> int:
         return self.speculation.max_draft_stages if self.gate is not None else 1
 
-    def _passes(self, block: "_Block", j: int, stage: int) -> bool:
-        return self.gate(float(block.log_q[j].sum()), stage)
-
     def _stage(self, context, active, cache, anchors, seed, pseudo, offset) -> "_Block":
         """One block for rows `active`; `offset` drafts lie before it."""
         room = [context.room[r] - offset for r in active]
@@ -132,11 +140,12 @@ class Proposer:
         tokens, qs, log_qs, confidences = [], [], [], []
         for k in range(steps):
             logits, confidence, state = self.drafter.step(cache, state, prev)
+            log_probs = logits.log_softmax(-1)
+            confidence = self._confidence(confidence, log_probs, log_qs, k)
             if confidence is not None:
-                t = 1.0 if self.temperatures is None else self.temperatures[min(k, len(self.temperatures) - 1)]
-                confidences.append(torch.sigmoid(confidence / t))
-                self._cut(confidences[-1], k, lengths, stopped)
-            prev, q, log_q = self._choose(context, active, offset + k, logits)
+                confidences.append(confidence)
+                self._cut(confidence, k, lengths, stopped)
+            prev, q, log_q = self._choose(context, active, offset + k, logits, log_probs)
             tokens.append(prev)
             qs.append(q)
             log_qs.append(log_q)
@@ -151,6 +160,16 @@ class Proposer:
         conf = torch.stack(confidences, 1) if confidences else None
         return _Block(torch.stack(tokens, 1), lengths, q, torch.stack(log_qs, 1), conf, whole, state)
 
+    def _confidence(self, logit, log_probs, log_qs, k: int) -> torch.Tensor | None:
+        """Chance [A] that draft k is accepted if those before it are; known before draft k is."""
+        if logit is not None:
+            t = 1.0 if self.temperatures is None else self.temperatures[min(k, len(self.temperatures) - 1)]
+            return torch.sigmoid(logit / t)
+        if self.estimate is None:
+            return None
+        before = torch.stack(log_qs, 1) if log_qs else log_probs.new_zeros(len(log_probs), 0)
+        return self.estimate(log_probs, before, k)
+
     def _cut(self, confidence, k, lengths, stopped) -> None:
         """The prefix rule: no draft from the first one below the threshold on. Looks at no draft it decides about."""
         if self.speculation.confidence_threshold > 0:
@@ -158,10 +177,9 @@ class Proposer:
                 if c < self.speculation.confidence_threshold and not stopped[j]:
                     lengths[j], stopped[j] = min(lengths[j], k), True
 
-    def _choose(self, context: Context, active, k, logits):
+    def _choose(self, context: Context, active, k, logits, log_probs):
         """Draft k of rows `active` from draft logits [A, Vd]: token [A], q [A, V] or None, log-probability [A]."""
         drafter = self.drafter
-        log_probs = logits.log_softmax(-1)
         if context.noise is None and context.scorer.empty:
             draft_ids = logits.argmax(-1)
             tokens, q = drafter.target_ids(draft_ids), None
