@@ -9,7 +9,7 @@ from hf_dspark.modeling.drafter import check_target
 from . import blocks, chains
 from .checkpoint import Checkpoint
 from .facts import REDUNDANT, class_defaults, reconcile
-from .formats import detect
+from .formats import detect, refuse
 from .vocabulary import to_offsets
 
 # Formats whose files bring these; elsewhere they are the target's, unless the file brings them all the same.
@@ -39,6 +39,8 @@ def import_drafter(checkpoint: Checkpoint, target_config=None, overrides=None, *
     seen = importer.measured(shapes, facts, config, family)
     if _head_is_tied(config, shapes, family):
         names["lm_head.weight"], seen["own_head"] = names["embed_tokens.weight"], (True, "embed_tokens.weight")
+    if family == "zlab" and checkpoint.fetch("mask_embedding.pt"):
+        refuse(checkpoint.name, "mask_embedding.pt", "the drafter's mask slots have an embedding of their own")
     values = _completed(reconcile(facts, seen), checkpoint.name, config, target_config)
     check_borrowing(checkpoint.name, family, values, overrides)
     drafter_config = importer.build(values, config)
