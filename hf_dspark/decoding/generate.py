@@ -96,6 +96,22 @@ def _check_inputs(input_ids, model_kwargs, inputs_tensor) -> None:
         )
 
 
+def _check_states(config, rows: int) -> None:
+    asked = [n for n in ("output_hidden_states", "output_attentions") if getattr(config, n, False)]
+    if not config.return_dict_in_generate or not asked:
+        return
+    if rows > 1:
+        raise ValueError(
+            f"{' and '.join(asked)} asked for {rows} rows, whose tokens come from different forwards: generate one row at a "
+            "time, or run the target once over the result."
+        )
+    if config.prefill_chunk_size is not None:
+        raise ValueError(
+            f"{' and '.join(asked)} asked together with prefill_chunk_size={config.prefill_chunk_size}, which splits the "
+            "prompt's states: drop one of them."
+        )
+
+
 def _requests(input_ids, mask, config, device) -> tuple[list[Request], list[torch.Tensor]]:
     """One request per row, without its pads, and the columns its prompt came from."""
     budget = config.max_length - input_ids.shape[1]
@@ -141,9 +157,7 @@ def speculative_generate(
             f"A streamer was given for {input_ids.shape[0]} rows, and rows advance by different numbers of tokens: stream one "
             "row at a time, or drop the streamer."
         )
-    for name in ("output_hidden_states", "output_attentions"):
-        if config.return_dict_in_generate and getattr(config, name, False):
-            raise ValueError(f"{name}=True is not supported with a drafter: drop it, or run the target once over the result.")
+    _check_states(config, input_ids.shape[0])
     if mask.shape[1] < input_ids.shape[1]:
         raise ValueError(
             f"attention_mask has {mask.shape[1]} columns for {input_ids.shape[1]} tokens: pass one column per token, cached "
@@ -202,6 +216,7 @@ def _run(target, drafter, tap, speculation, input_ids, mask, processors, criteri
         sequences=sequences,
         scores=recorder.stacked("scores"),
         logits=recorder.stacked("logits"),
+        **{name: tuple(states) for name, states in recorder.states.items()},
         speculation=stats,
         **{CACHE_FIELD: cache},
     )

@@ -176,7 +176,8 @@ class DecodeLoop:
         ending = [r for r, m in enumerate(rest.tolist()) if begin < m <= end]
         keep = sorted({int(rest[r]) - 1 - begin for r in ending}) or [0]
         self.cache.lengths = past + begin
-        out = self.target.forward(ids[:, :-1], self.cache, torch.tensor(keep, device=device))
+        out = self.target.forward(ids[:, :-1], self.cache, torch.tensor(keep, device=device), **self.recorder.flags)
+        self.recorder.add_states(out, end - begin, begin)
         tapped = self.target.tap.features(self.drafter.device)
         for r in ending:
             last = int(rest[r]) - 1 - begin
@@ -200,11 +201,12 @@ class DecodeLoop:
             draft.lengths = self.policy.prune(draft)
         clock.append(time.perf_counter())
         fed = self._fed(max(draft.lengths))
-        out = self.target.forward(fed, self.cache)
+        out = self.target.forward(fed, self.cache, **self.recorder.flags)
         logits = out.logits.to(self.ids.device)
         clock.append(time.perf_counter())
         verdict, scores = self._verify(logits, draft)
         commits = self._commit(verdict, draft, logits, scores)
+        self.recorder.add_states(out, len(commits[0].tokens), int(self.cache.lengths[0]))
         clock.append(time.perf_counter())
         self._observe(commits, fed.shape[1])
         clock.append(time.perf_counter())

@@ -74,14 +74,20 @@ class SpeculativeOutput(GenerateDecoderOnlyOutput):
 
 
 class Recorder:
-    """Keeps scores and logits of committed tokens, row by row, when asked for."""
+    """Keeps what plain generate can return of committed tokens: scores and logits row by row; hidden states and attentions of
+    a single row, one tuple over layers per generated token, the prompt's being the first."""
+
+    STATES = ("hidden_states", "attentions")
 
     def __init__(self, generation_config, rows: int):
-        wants = generation_config.return_dict_in_generate
-        self.wants_scores = bool(wants and generation_config.output_scores)
-        self.wants_logits = bool(wants and generation_config.output_logits)
+        def wants(name):
+            return bool(generation_config.return_dict_in_generate and getattr(generation_config, f"output_{name}", False))
+
+        self.wants_scores, self.wants_logits = wants("scores"), wants("logits")
         self.scores: list[list[torch.Tensor]] = [[] for _ in range(rows)]
         self.logits: list[list[torch.Tensor]] = [[] for _ in range(rows)]
+        self.states: dict[str, list[tuple]] = {name: [] for name in self.STATES if wants(name)}
+        self.flags = {f"output_{name}": True for name in self.states}
 
     def add(self, row: int, logits: torch.Tensor, scores: dict[int, torch.Tensor], count: int) -> None:
         """Keep the first `count` positions of `logits` [L+1, V] and processed `scores` {position: [V]}."""
@@ -89,6 +95,18 @@ class Recorder:
             self.logits[row].extend(logits[:count].float())
         if self.wants_scores:
             self.scores[row].extend(scores[i] for i in range(count))
+
+    def add_states(self, output, count: int, cached: int) -> None:
+        """Keep the states of the first `count` tokens fed in a round, behind `cached` ones; the prompt's whole if nothing is
+        there yet."""
+        for name, kept in self.states.items():
+            layers = getattr(output, name)
+            if not kept:
+                kept.append(tuple(layers))
+                continue
+            for i in range(count):
+                one = [x[..., i : i + 1, :] for x in layers]
+                kept.append(tuple(x[..., : cached + i + 1] for x in one) if name == "attentions" else tuple(one))
 
     def stacked(self, name: str) -> tuple[torch.Tensor, ...] | None:
         """One [B, V] tensor per generated column."""

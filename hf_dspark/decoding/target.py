@@ -15,6 +15,8 @@ KNOWN_INPUTS = {
     "use_cache",
     "logits_to_keep",
     "cache_position",
+    "output_attentions",
+    "output_hidden_states",
     "token_type_ids",
 }
 
