@@ -1,5 +1,7 @@
 """`AutoDrafter`: any published drafter checkpoint, local or on the Hub, as one of ours."""
 
+from difflib import get_close_matches
+
 import torch
 
 from hf_dspark.modeling import DSparkDrafter, Eagle3Drafter
@@ -45,8 +47,8 @@ class AutoDrafter:
             dtype (`torch.dtype` or `str`, *optional*): defaults to the target's, else the file's.
             device_map (`str`, `torch.device` or `dict`, *optional*): where to put the drafter.
             revision, token, cache_dir, local_files_only, force_download, subfolder: as in `huggingface_hub`.
-            trust_remote_code (`bool`): accepted for symmetry; no format needs code from the checkpoint, and none is
-            run. overrides: fields of our config that the file leaves open or gets wrong, such as
+            trust_remote_code (`bool`): accepted for symmetry; no format needs code from the checkpoint, and none is run.
+            overrides: fields of our config that the file leaves open or gets wrong, such as
                 `sample_from_anchor=True` or `target_layer_ids=[1, 9, 17]` (0-based layer outputs).
 
         Returns:
@@ -64,6 +66,7 @@ class AutoDrafter:
             "local_files_only": local_files_only,
             "force_download": force_download,
         }
+        _check_fields(overrides)
         checkpoint = Checkpoint.open(repo_or_path, subfolder=subfolder, **hub)
         load = {"dtype": dtype or getattr(target, "dtype", None)}
         if isinstance(device_map, dict) or device_map in ("auto", "balanced", "sequential"):
@@ -90,8 +93,23 @@ class AutoDrafter:
         )
 
 
+def _check_fields(overrides):
+    known = set().union(*(cls.config_class().to_dict() for cls in OWN.values()))
+    for name in overrides.keys() - known:
+        close = get_close_matches(name, known, 1)
+        raise TypeError(
+            f"AutoDrafter.from_pretrained got {name!r}, which is no field of a drafter's config"
+            + (f": did you mean {close[0]!r}?" if close else f": known are {', '.join(sorted(known))}.")
+        )
+
+
 def _load_own(checkpoint, target, load, overrides, **hub):
-    cls = OWN[checkpoint.config["model_type"]]
+    cls = OWN.get(checkpoint.config["model_type"])
+    if cls is None:
+        raise ValueError(
+            f"{checkpoint.name} has model_type={checkpoint.config['model_type']!r}, which this version doesn't know (known are "
+            f"{', '.join(OWN)}): upgrade with `pip install -U hf-dspark`."
+        )
     if target is not None:
         check_target(cls.config_class.from_dict({**checkpoint.config, **overrides}), target.config)
     if load["dtype"] is None:
