@@ -29,6 +29,8 @@ class DrafterConfig(PreTrainedConfig):
         speculation (`dict`, *optional*): stored defaults of [`SpeculationConfig`].
     """
 
+    fixed_block = False  # whether a stage can be no longer than `max_block`
+
     def __init__(
         self,
         vocab_size=32000,

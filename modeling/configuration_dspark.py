@@ -33,6 +33,7 @@ class DSparkConfig(DrafterConfig):
     """
 
     model_type = "hf_dspark"
+    fixed_block = True
 
     def __init__(
         self,

@@ -11,7 +11,8 @@ class SpeculationConfig:
     """How to draft and verify: stored in a drafter's `config.json`, or given to a call as `generate(speculation=...)`.
 
     Args:
-        num_draft_tokens (`int`, *optional*): drafts per stage. `None` means the length the drafter was trained for.
+        num_draft_tokens (`int`, *optional*): drafts per stage. `None` means the length the drafter was trained for; block
+            drafters have no more slots than that and draft at most as many.
         confidence_threshold (`float`, defaults to 0.0): stop before the first draft whose confidence is below it. 0
             disables.
         verification (`str`, defaults to `"ratio"`): `"ratio"` (speculative sampling, arXiv 2211.17192), `"block"`

@@ -69,9 +69,9 @@ class Proposer:
         self.drafter, self.speculation, self.gate, self.estimate = drafter, speculation, gate, estimate
         self.cache = drafter.new_cache(first_positions) if cache is None else cache
         self.seed: torch.Tensor | None = None  # [A, D], recursive drafters only
-        trained = drafter.config.max_block
-        wanted = speculation.num_draft_tokens
-        self.block = trained if wanted is None else wanted
+        trained, wanted = drafter.config.max_block, speculation.num_draft_tokens
+        longest = trained if drafter.config.fixed_block else wanted
+        self.block = trained if wanted is None else min(wanted, longest)
         self.temperatures = drafter.config.confidence_temperatures
 
     # ------------------------------------------------------------------ committed tokens
@@ -187,7 +187,8 @@ class Proposer:
         else:
             tokens, q, chosen = self._choose_scored(context, active, k, logits, log_probs)
         tokens = tokens.to(context.ids.device)
-        columns = [context.lengths[r] + k for r in active]
+        # A row without room drafts along with the others, into the one column behind its room.
+        columns = [context.lengths[r] + min(k, context.room[r]) for r in active]
         context.ids[active, columns] = tokens
         return tokens, q, chosen
 
