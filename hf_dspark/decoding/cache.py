@@ -146,7 +146,7 @@ def from_user_cache(config, cache, keep: torch.Tensor) -> TargetCache:
     return new
 
 
-def attention_masks(model, config, slots: Slots):
+def attention_masks(model, config, slots: Slots, device):
     """What to pass as `attention_mask` for queries at `slots`: None while all rows have one length, else 4D masks.
 
     With layer types the model wants a dict, exactly where `generate` itself would build one.
@@ -162,7 +162,6 @@ def attention_masks(model, config, slots: Slots):
             f"attn_implementation={kernel!r} takes no per-row mask, and the rows of this batch have different lengths: load "
             "the target with attn_implementation='sdpa', or generate one row at a time."
         )
-    device = model.device
     query, key = slots.index(device)[:, :, None], torch.arange(slots.end, device=device)
     causal = key <= query
 

@@ -170,7 +170,7 @@ def speculative_generate(
 
 def _run(target, drafter, tap, speculation, input_ids, mask, processors, criteria, config, streamer, model_kwargs):
     model = Target(target, tap)
-    requests, columns = _requests(input_ids, mask, config, target.device)
+    requests, columns = _requests(input_ids, mask, config, model.device)
     rows, given = len(requests), model_kwargs.get("cache", model_kwargs.get("past_key_values"))
     fresh = given is None or given.get_seq_length() == 0
     cache = model.new_cache(rows) if fresh else from_user_cache(model.config, given, mask.bool())

@@ -104,7 +104,7 @@ class DecodeLoop:
         self.scorer, self.recorder, self.stats, self.cache = scorer, recorder, stats, cache
         self.slots = [Slot(r) for r in requests]
         room = max(len(r.prompt) + r.budget for r in requests)
-        self.ids = torch.zeros(len(requests), room + 1, dtype=torch.long, device=target.model.device)
+        self.ids = torch.zeros(len(requests), room + 1, dtype=torch.long, device=target.device)
         for i, request in enumerate(requests):
             self.ids[i, : len(request.prompt)] = request.prompt
         carried = cache.draft if cache.drafter is drafter else None

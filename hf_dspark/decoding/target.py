@@ -38,6 +38,14 @@ def decoder_layers(target) -> torch.nn.ModuleList:
     )
 
 
+def execution_device(model) -> torch.device:
+    """Where the model computes; offloaded weights sit on "meta" between calls, and their hooks know."""
+    if model.device.type != "meta":
+        return model.device
+    hooks = (getattr(m, "_hf_hook", None) for m in model.modules())
+    return torch.device(next(h.execution_device for h in hooks if getattr(h, "execution_device", None) is not None))
+
+
 class FeatureTap:
     """Forward hooks on tapped layers, removed on exit. Hooks see every layer's output before the final norm.
 
@@ -91,7 +99,7 @@ class Target:
 
     def __init__(self, model, tap: FeatureTap):
         self.model, self.tap = model, tap
-        self.config = model.config.get_text_config()
+        self.config, self.device = model.config.get_text_config(), execution_device(model)
         parameters = inspect.signature(model.forward).parameters
         self.cache_name = "cache" if "cache" in parameters else "past_key_values"
         self.keeps_logits = "logits_to_keep" in parameters
@@ -108,9 +116,9 @@ class Target:
         """
         slots = cache.place(ids.shape[1])
         inputs = {
-            "input_ids": ids.to(self.model.device),
-            "position_ids": slots.index(self.model.device),
-            "attention_mask": attention_masks(self.model, self.config, slots),
+            "input_ids": ids.to(self.device),
+            "position_ids": slots.index(self.device),
+            "attention_mask": attention_masks(self.model, self.config, slots, self.device),
             self.cache_name: cache,
             "use_cache": True,
             **outputs,
