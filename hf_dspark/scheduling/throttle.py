@@ -1,0 +1,174 @@
+"""Whether drafting pays at all: a drafter that loses is turned down, then off, and asked again at growing intervals.
+
+Decisions use acceptance history and measured costs only, so they are exact with every verification.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from .cost import OnlineCost
+
+FIRST_GAP = 16  # plain rounds before the first probe
+PROBE_ROUNDS = 4
+BUDGET = 0.03  # share of the time that probing may cost
+
+
+def worth_drafting(
+    tau: float, draft_seconds: float, verify_seconds: float, plain_seconds: float, margin: float = 0.0
+) -> bool:
+    """Whether a round (tau tokens per row in draft + verify seconds) beats plain steps (one token each) by more than
+    `margin`."""
+    return tau * plain_seconds > (draft_seconds + verify_seconds) * (1 + margin)
+
+
+def draft_length(
+    survival: Sequence[float],
+    draft_seconds: Callable[[int], float],
+    verify_seconds: Callable[[int], float],
+    plain_seconds: float,
+    margin: float = BUDGET,
+) -> int:
+    """Drafts per row with the most expected tokens per second, 0 for plain decoding.
+
+    Args:
+        survival: K mean chances that drafts 1..k are all accepted, from past rounds.
+        draft_seconds, verify_seconds: k drafts -> seconds of the draft, and of the target over 1 + k tokens per row.
+        plain_seconds: a step of one token per row.
+        margin: plain decoding must win by this much to be chosen. Positive while drafting and negative while not, it
+            keeps noise from switching to and fro.
+    """
+    best, best_rate, tau = 0, 1 / (plain_seconds * (1 + margin)), 1.0
+    for k, chance in enumerate(survival, 1):
+        tau += chance
+        rate = tau / (draft_seconds(k) + verify_seconds(k))
+        if rate > best_rate:
+            best, best_rate = k, rate
+    return best
+
+
+@dataclass(frozen=True)
+class DraftState:
+    """What to do this round (`length` drafts, 0: a plain step) and what is planned if the drafter keeps losing: `wait`
+    plain rounds, then `probe` rounds that draft all the same. `gap` is the wait's length, doubled by every probe that
+    fails."""
+
+    length: int = 0
+    gap: int = FIRST_GAP // 2
+    wait: int = 0
+    probe: int = 0
+
+
+def next_state(state: DraftState, best: int, probe_length: int, loss: float) -> DraftState:
+    """One step of the on-off automaton.
+
+    Args:
+        best: `draft_length` by the current estimates; positive turns drafting on at once.
+        probe_length: drafts to try while probing.
+        loss: what a probing round costs more than the plain steps it replaces, in plain steps. The first wait is long
+            enough for probing to stay within `BUDGET`, whatever the drafter costs.
+    """
+    if best > 0:
+        return DraftState(best, gap=max(FIRST_GAP // 2, state.gap // 2))
+    if state.wait:
+        return replace(state, length=0, wait=state.wait - 1)
+    if state.probe:
+        return replace(state, length=probe_length, probe=state.probe - 1)
+    gap = max(2 * state.gap, math.ceil(PROBE_ROUNDS * max(loss, 0.0) / BUDGET))
+    return DraftState(0, gap, wait=gap - 1, probe=PROBE_ROUNDS)
+
+
+class AcceptanceHistory:
+    """Conditional acceptance per draft position over recent rounds, and the survival it implies.
+
+    A position's prior is the estimate of the position before it (the first one's is `prior`), worth `weight`
+    observations, so positions that were not tried lately are neither forgotten nor dreamt up. `prior` itself fades like
+    an old round.
+
+    Args:
+        max_length: K.
+        decay: weight of a round relative to the next.
+    """
+
+    def __init__(self, max_length: int, prior: float = 0.7, weight: float = 2.0, decay: float = 0.97):
+        self.weight, self.decay = weight, decay
+        self._accepted, self._reached = [0.0] * max_length, [0.0] * max_length
+        if max_length:
+            self._accepted[0], self._reached[0] = weight * prior, weight
+
+    def observe(self, accepted: Sequence[int] | Tensor, verified: Sequence[int] | Tensor) -> None:
+        """Accepted and verified drafts of each row, `[B]`, of one round."""
+        self.fade(self.decay)
+        for a, n in zip(map(int, accepted), map(int, verified), strict=True):
+            for k in range(min(a + 1, n, len(self._reached))):
+                self._reached[k] += 1
+                self._accepted[k] += k < a
+
+    def fade(self, factor: float) -> None:
+        """Trust everything seen so far `factor` times as much."""
+        self._accepted = [factor * x for x in self._accepted]
+        self._reached = [factor * x for x in self._reached]
+
+    def conditional(self) -> list[float]:
+        """K chances that draft k is accepted if the drafts before it were."""
+        chances, weight, before = [], 0.0, 0.0
+        for accepted, reached in zip(self._accepted, self._reached, strict=True):
+            before = (accepted + weight * before) / (reached + weight)
+            chances.append(before)
+            weight = self.weight
+        return chances
+
+    def survival(self) -> list[float]:
+        """K chances that drafts 1..k are all accepted."""
+        chances, product = [], 1.0
+        for chance in self.conditional():
+            product *= chance
+            chances.append(product)
+        return chances
+
+
+class DraftThrottle:
+    """Chooses the number of drafts round by round. Its owner feeds `cost` with timings and calls `observe` after every
+    drafted round.
+
+    What drafting is compared with is measured too: a few plain steps at the start, then one in `PLAIN_EVERY` rounds.
+
+    Args:
+        max_length: most drafts per row.
+        cost: costs of this machine, shared with whoever measures.
+    """
+
+    PLAIN_STEPS, PLAIN_EVERY = 4, 64
+
+    def __init__(self, max_length: int, cost: OnlineCost):
+        self.max_length, self.cost = max_length, cost
+        self.history = AcceptanceHistory(max_length)
+        self.state = DraftState(max_length)
+        self._drafted = 0  # rounds since the last plain step
+
+    def next_length(self, rows: int = 1, context: float = 0) -> int:
+        """Drafts per row for the coming round of `rows` rows; 0 is a plain step."""
+        if self.cost.plain_steps() < self.PLAIN_STEPS or self._drafted >= self.PLAIN_EVERY:
+            self._drafted = 0
+            return 0
+        waited, survival = self.state.wait, self.history.survival()
+        plain = self.cost.verify_seconds(rows, rows, context)
+        draft = [self.cost.draft_seconds(rows, context, k) for k in range(self.max_length + 1)]
+        verify = [self.cost.verify_seconds(rows * (1 + k), rows, context) for k in range(self.max_length + 1)]
+
+        def best(margin):
+            return draft_length(survival, draft.__getitem__, verify.__getitem__, plain, margin)
+
+        probe = best(math.inf)  # the least bad
+        loss = (draft[probe] + verify[probe]) / plain - 1 - sum(survival[:probe])
+        self.state = next_state(self.state, best(BUDGET if self.state.length else -BUDGET), probe, loss)
+        if waited and not self.state.wait and not self.state.length:
+            self.history.fade(0.5)  # so that the probe's few rounds outweigh what is long past
+        self._drafted = self._drafted + 1 if self.state.length else 0
+        return self.state.length
+
+    def observe(self, accepted: Sequence[int] | Tensor, verified: Sequence[int] | Tensor) -> None:
+        """Accepted and verified drafts of each row, `[B]`, of a round that drafted."""
+        self.history.observe(accepted, verified)
