@@ -40,7 +40,8 @@ def pair(shape, dtype, device, attention="sdpa", drafter_device=None, layers=2):
     n = shape["num_hidden_layers"]
     config = DSparkConfig(
         **body, head_dim=config.head_dim, num_hidden_layers=layers, block_size=7, mask_token_id=shape["vocab_size"] - 1,
-        target_layer_ids=[1, n // 2, n - 3], num_target_layers=n, correction_head="markov", markov_rank=256, confidence_head=True,
+        target_layer_ids=[1, n // 2, n - 3], num_target_layers=n, correction_head="markov", markov_rank=256,
+        confidence_head=True,
     )  # fmt: skip
     with torch.device(drafter_device or device):
         drafter = DSparkDrafter(config).to(dtype).eval()
