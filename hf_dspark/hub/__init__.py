@@ -1,1 +1,5 @@
 """Published checkpoints: importers, exporters, cards."""
+
+from .export import export
+
+__all__ = ["export"]

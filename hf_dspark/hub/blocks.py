@@ -61,6 +61,7 @@ def stated(config: dict, family: str, given: dict[str, Fact], num_target_layers:
         ("num_target_layers", "num_target_layers"),
         ("target_hidden_size", "target_hidden_size"),
         ("draft_vocab_size", "draft_vocab_size"),
+        ("confidence_temperatures", "confidence_temperatures"),
         ("markov_rank", "markov_rank"),
         ("enable_confidence_head", "confidence_head"),
         ("confidence_head_with_markov", "confidence_with_markov"),

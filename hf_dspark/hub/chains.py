@@ -52,7 +52,7 @@ def stated(config: dict, family: str, given: dict[str, Fact], num_target_layers:
 
 
 def _layer_ids(config, family, num_target_layers) -> Fact:
-    if family == "eagle3-deepspec":
+    if family == "eagle3-deepspec" or family == "eagle3" and look_up(config, "target_layer_ids"):
         return required(config, "target_layer_ids")
     found = look_up(config, "eagle_aux_hidden_state_layer_ids")
     if found and family == "eagle3-speculators":

@@ -62,8 +62,8 @@ def detect(name: str, config: dict, tensors: list[str] | None = None) -> str:
         refuse(name, f"a drafter with projector_type={projector!r}", f"supported are {SUPPORTED}")
     if model_type == "muse_glimmer_assistant":
         return "muse"
-    if arch == "Qwen3DSparkModel":
-        return "deepspec"
+    if arch == "Qwen3DSparkModel":  # with a nested block it's the server form, which borrows embedding and head
+        return "specforge" if config.get("dspark_config") or config.get("dflash_config") else "deepspec"
     if arch == "Qwen3Eagle3Model":
         return "eagle3-deepspec"
     if arch == "DFlashDraftModel":
