@@ -7,16 +7,20 @@ _root = _Path(__file__).resolve().parent.parent
 if (_root / "modeling" / "__init__.py").exists() and not (_root / "hf_dspark" / "modeling").exists():
     __path__.append(str(_root))
 
+from .auto import AutoDrafter  # noqa: E402
 from .decoding.hook import attach, install, uninstall  # noqa: E402
 from .decoding.outputs import SpeculationStats  # noqa: E402
-from .modeling import DSparkConfig, DSparkDrafter, SpeculationConfig  # noqa: E402
+from .modeling import DSparkConfig, DSparkDrafter, Eagle3Config, Eagle3Drafter, SpeculationConfig  # noqa: E402
 from .verification.probabilities import keyed_processors  # noqa: E402
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AutoDrafter",
     "DSparkConfig",
     "DSparkDrafter",
+    "Eagle3Config",
+    "Eagle3Drafter",
     "SpeculationConfig",
     "SpeculationStats",
     "__version__",
