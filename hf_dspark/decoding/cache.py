@@ -4,6 +4,8 @@ transformers 5.13 renamed a layer's `get_max_cache_shape` to `get_max_length`; b
 argument changed meaning in 5.15 and it can't treat rows differently.
 """
 
+from uuid import uuid4
+
 import torch
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin
@@ -26,6 +28,11 @@ class RaggedLayer(CacheLayerMixin):
         pass
 
     def update(self, key_states, value_states, *args, **kwargs):
+        if self.owner.slots is None:
+            raise ValueError(
+                "This cache was returned by generate(assistant_model=drafter), and its rows have their own lengths, which "
+                "plain generation can't fill: pass cache.to_dynamic(), or the drafter again."
+            )
         return self.buffer.write(key_states, value_states, self.owner.slots)
 
     def get_seq_length(self) -> int:
@@ -47,7 +54,7 @@ class RaggedLayer(CacheLayerMixin):
 class TargetCache(Cache):
     """The target's keys and values with `lengths` [B] entries per row; slot j holds the row's token j.
 
-    `draft` and `drafter` carry the drafter's cache along, so a chat continues without losing its context.
+    `draft` carries the drafter's cache along, so a chat continues without losing its context; `drafter` says whose it is.
     """
 
     def __init__(self, config, rows: int):
@@ -109,24 +116,30 @@ class TargetCache(Cache):
             cache.draft, cache.drafter = self.draft, self.drafter
 
 
+def drafter_key(drafter) -> str:
+    """What a cache remembers of its drafter: never the object, which a copied or pickled cache would take along."""
+    return drafter.__dict__.setdefault("cache_key", uuid4().hex)
+
+
 def from_user_cache(config, cache, keep: torch.Tensor) -> TargetCache:
     """Our cache from the user's, without its pads.
 
     Args:
-        cache: a [`TargetCache`] or `DynamicCache`. keep: bool [B, P or more], which of its P slots hold real tokens.
+        cache: a [`TargetCache`] or `DynamicCache`, empty or not. keep: bool [B, P or more], which of its P slots hold real
+            tokens.
 
     Raises:
         ValueError: for cache classes whose entries can't be read back.
     """
-    if isinstance(cache, TargetCache):
-        if cache.columns is None or all(bool(keep[r, c].all()) for r, c in enumerate(cache.columns)):
-            return cache
-        cache = cache.to_dynamic()  # the mask hides tokens that were fed: lay the rows out anew without them
-    if not isinstance(cache, DynamicCache):
+    if not isinstance(cache, TargetCache | DynamicCache):
         raise ValueError(
             f"past_key_values is a {type(cache).__name__}, and drafts are verified in a cache with per-row lengths that can "
             "only take over a DynamicCache or one returned by an earlier call: pass one of those, or leave it out."
         )
+    if isinstance(cache, TargetCache):
+        if cache.columns is None or all(bool(keep[r, c].all()) for r, c in enumerate(cache.columns)):
+            return cache
+        cache = cache.to_dynamic()  # the mask hides tokens that were fed: lay the rows out anew without them
     new, keep = TargetCache(config, keep.shape[0]), keep[:, : cache.get_seq_length()]
     if not keep.shape[1]:
         return new

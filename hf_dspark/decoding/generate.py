@@ -15,7 +15,7 @@ from .candidates import stock_generate
 from .loop import DecodeLoop, Request, Settings
 from .outputs import Recorder, SpeculationStats, SpeculativeOutput
 from .policy import policy_for
-from .target import KNOWN_INPUTS, FeatureTap, Target
+from .target import KNOWN_INPUTS, FeatureTap, Target, check_target_model
 
 # Renamed from past_key_values in transformers 5.24; the old name stays readable there.
 CACHE_FIELD = "cache" if "cache" in SpeculativeOutput.__dataclass_fields__ else "past_key_values"
@@ -29,6 +29,7 @@ def check_call(target, drafter, mode, config, kwargs) -> None:
     Raises:
         ValueError: naming the option, why it can't work and what to set.
     """
+    check_target_model(target)
     if mode != GenerationMode.ASSISTED_GENERATION:
         raise ValueError(
             f"This call asks for {mode.value} (num_beams={config.num_beams}), which compares whole hypotheses and has no exact "
@@ -40,6 +41,16 @@ def check_call(target, drafter, mode, config, kwargs) -> None:
         raise ValueError("use_cache=False was given, and drafts are verified on top of a cache: drop it or set use_cache=True.")
     if getattr(config, "assistant_ensemble_weight", None) is not None:
         raise ValueError("assistant_ensemble_weight changes the output's distribution, which this library never does: drop it.")
+    rivals = [n for n in ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp") if getattr(config, n, None)]
+    if rivals:
+        raise ValueError(
+            f"{' and '.join(rivals)} was given beside assistant_model, and a call drafts in one way only: drop one of them."
+        )
+    if getattr(config, "dola_layers", None) is not None:
+        raise ValueError(
+            "dola_layers changes the target's distribution from inside its layers, which drafts can't be verified against: "
+            "drop it, or drop assistant_model."
+        )
     if getattr(config, "token_healing", False) and kwargs.get("tokenizer") is None:
         raise ValueError("token_healing=True needs tokenizer=...: pass it to generate.")
     implementation = config.cache_implementation
@@ -49,9 +60,13 @@ def check_call(target, drafter, mode, config, kwargs) -> None:
             "generate without assistant_model."
         )
     drafter.bind(target)
-    if (
-        resolve(drafter, config).engine == "own"
-    ):  # our loop allocates its own cache: keep generate from making one to throw away
+    speculation = resolve(drafter, config)
+    if speculation.confidence_threshold > 0 and not drafter.config.confidence_head and not drafter.config.survival_model:
+        raise ValueError(
+            f"confidence_threshold={speculation.confidence_threshold} was set, and this drafter predicts no confidence "
+            "(confidence_head=False, no survival_model): set confidence_threshold=0, or use a drafter with the head."
+        )
+    if speculation.engine == "own":  # our loop allocates its own cache: keep generate from making one to throw away
         config.cache_implementation, config.use_cache = None, False
 
 
@@ -59,6 +74,11 @@ def resolve(drafter, config) -> SpeculationConfig:
     """The call's knobs: the drafter's stored ones, then transformers' own, then `generate(speculation=...)`."""
     given = getattr(config, "speculation", None)
     if given is not None:
+        if not hasattr(given, "verification"):
+            raise ValueError(
+                f"speculation={given!r} is a {type(given).__name__}, whose fields nobody checked: pass "
+                "hf_dspark.SpeculationConfig(...)."
+            )
         return given
     knobs = drafter.speculation
     changes = {}
@@ -94,6 +114,23 @@ def _check_inputs(input_ids, model_kwargs, inputs_tensor) -> None:
         raise ValueError(
             f"attention_mask has {mask.dim()} dimensions, and rows are told from their pads by a 2D one: pass [B, T]."
         )
+
+
+def _check_columns(input_ids, mask, width: int, positions) -> None:
+    """The mask [B, T] must tell the whole story: which tokens there are, and at which positions."""
+    if width != input_ids.shape[1]:
+        raise ValueError(
+            f"attention_mask has {width} columns for {input_ids.shape[1]} tokens: pass one column per token, and with a filled "
+            "cache the whole text, cached tokens included, as processors and criteria see it."
+        )
+    if positions is not None:
+        expected = mask.long().cumsum(-1) - 1
+        given = positions[..., -mask.shape[1] :].to(mask.device).expand(mask.shape[0], -1)
+        if given.shape != mask.shape or not torch.equal(given[mask.bool()], expected[mask.bool()]):
+            raise ValueError(
+                "position_ids differ from what attention_mask implies (each row's real tokens counted from 0), and rows are "
+                "placed by the mask: leave position_ids out, or drop assistant_model."
+            )
 
 
 def _check_states(config, rows: int) -> None:
@@ -147,7 +184,10 @@ def speculative_generate(
     speculation = resolve(drafter, config)
     _check_inputs(input_ids, model_kwargs, inputs_tensor)
     mask = model_kwargs.get("attention_mask")
+    # transformers drops a mask of ones, and notes how long it was.
+    width = getattr(config, "_mask_length", input_ids.shape[1]) if mask is None else mask.shape[1]
     mask = torch.ones_like(input_ids) if mask is None else mask.to(input_ids.device)
+    _check_columns(input_ids, mask, width, model_kwargs.get("position_ids"))
     if speculation.engine == "stock":
         kwargs = dict(logits_processor=logits_processor, stopping_criteria=stopping_criteria, generation_config=config)
         kwargs |= dict(synced_gpus=synced_gpus, streamer=streamer, inputs_tensor=inputs_tensor, tokenizer=tokenizer)
@@ -158,11 +198,6 @@ def speculative_generate(
             "row at a time, or drop the streamer."
         )
     _check_states(config, input_ids.shape[0])
-    if mask.shape[1] < input_ids.shape[1]:
-        raise ValueError(
-            f"attention_mask has {mask.shape[1]} columns for {input_ids.shape[1]} tokens: pass one column per token, cached "
-            "ones included."
-        )
     with FeatureTap(target, drafter.config.target_layer_ids) as tap:
         return _run(target, drafter, tap, speculation, input_ids, mask, logits_processor, stopping_criteria, config, streamer,
                     model_kwargs)  # fmt: skip
@@ -172,8 +207,7 @@ def _run(target, drafter, tap, speculation, input_ids, mask, processors, criteri
     model = Target(target, tap)
     requests, columns = _requests(input_ids, mask, config, model.device)
     rows, given = len(requests), model_kwargs.get("cache", model_kwargs.get("past_key_values"))
-    fresh = given is None or given.get_seq_length() == 0
-    cache = model.new_cache(rows) if fresh else from_user_cache(model.config, given, mask.bool())
+    cache = model.new_cache(rows) if given is None else from_user_cache(model.config, given, mask.bool())
     pads = [input_ids.shape[1] - len(r.prompt) for r in requests]
     seed = torch.randint(2**62, ()).item() if speculation.seed is None else speculation.seed
     eos = getattr(config, "_eos_token_tensor", None)

@@ -12,7 +12,7 @@ from hf_dspark.verification.chain import Noise, Verdict, verify_block, verify_ma
 from hf_dspark.verification.commit import commit, row_stopped
 from hf_dspark.verification.probabilities import Scorer
 
-from .cache import TargetCache
+from .cache import TargetCache, drafter_key
 from .outputs import Recorder, SpeculationStats
 from .policy import AutoGate, Policy, StaticGate, survival_estimate
 from .target import Target
@@ -107,7 +107,7 @@ class DecodeLoop:
         self.ids = torch.zeros(len(requests), room + 1, dtype=torch.long, device=target.device)
         for i, request in enumerate(requests):
             self.ids[i, : len(request.prompt)] = request.prompt
-        carried = cache.draft if cache.drafter is drafter else None
+        carried = cache.draft if cache.drafter == drafter_key(drafter) else None
         if carried is not None and not torch.equal(carried.first + carried.lengths, cache.lengths):
             carried = None
         self.policy = policy
@@ -140,7 +140,7 @@ class DecodeLoop:
         for cache, context in rows[1:]:
             whole.append(cache)
             draft.append(context)
-        whole.draft, whole.drafter = draft, self.drafter
+        whole.draft, whole.drafter = draft, drafter_key(self.drafter)
         return whole
 
     # ------------------------------------------------------------------ prefill
@@ -176,7 +176,8 @@ class DecodeLoop:
         ending = [r for r, m in enumerate(rest.tolist()) if begin < m <= end]
         keep = sorted({int(rest[r]) - 1 - begin for r in ending}) or [0]
         self.cache.lengths = past + begin
-        out = self.target.forward(ids[:, :-1], self.cache, torch.tensor(keep, device=device), **self.recorder.flags)
+        keep_at = torch.tensor(keep, device=device)
+        out = self.target.forward(ids[:, :-1], self.cache, past + rest, keep_at, **self.recorder.flags)
         self.recorder.add_states(out, end - begin, begin)
         tapped = self.target.tap.features(self.drafter.device)
         for r in ending:
@@ -201,7 +202,8 @@ class DecodeLoop:
             draft.lengths = self.policy.prune(draft)
         clock.append(time.perf_counter())
         fed = self._fed(max(draft.lengths))
-        out = self.target.forward(fed, self.cache, **self.recorder.flags)
+        ends = [s.n + length for s, length in zip(self.slots, draft.lengths)]
+        out = self.target.forward(fed, self.cache, ends, **self.recorder.flags)
         logits = out.logits.to(self.ids.device)
         clock.append(time.perf_counter())
         verdict, scores = self._verify(logits, draft)

@@ -17,7 +17,6 @@ KNOWN_INPUTS = {
     "cache_position",
     "output_attentions",
     "output_hidden_states",
-    "token_type_ids",
 }
 
 
@@ -91,11 +90,7 @@ class FeatureTap:
 
 
 class Target:
-    """A bound target inside one generate call: checked once, then called with ragged rows.
-
-    Raises:
-        ValueError: for targets whose cache can't be rolled back or whose positions can't be set.
-    """
+    """A bound target inside one generate call, called with ragged rows."""
 
     def __init__(self, model, tap: FeatureTap):
         self.model, self.tap = model, tap
@@ -103,21 +98,22 @@ class Target:
         parameters = inspect.signature(model.forward).parameters
         self.cache_name = "cache" if "cache" in parameters else "past_key_values"
         self.keeps_logits = "logits_to_keep" in parameters
-        check_target_model(model, parameters)
 
     def new_cache(self, rows: int) -> TargetCache:
         return TargetCache(self.config, rows)
 
-    def forward(self, ids: torch.Tensor, cache: TargetCache, keep: torch.Tensor | int = 0, **outputs):
+    def forward(self, ids: torch.Tensor, cache: TargetCache, ends, keep: torch.Tensor | int = 0, **outputs):
         """One forward over `ids` [A, T] at each row's next slots; the cache counts nothing until `advance`.
 
+        `ends` [A]: where each row's real tokens end; what lies behind is filling, and learned positions may not reach so far.
         `keep`: positions [n] whose logits are wanted, or 0 for all. `outputs`: flags such as `output_attentions`.
         Returns the model's output, with logits [A, n or T, V], and leaves the features in `self.tap`.
         """
         slots = cache.place(ids.shape[1])
+        last = torch.as_tensor(ends, device=self.device)[:, None] - 1
         inputs = {
             "input_ids": ids.to(self.device),
-            "position_ids": slots.index(self.device),
+            "position_ids": torch.minimum(slots.index(self.device), last),
             "attention_mask": attention_masks(self.model, self.config, slots, self.device),
             self.cache_name: cache,
             "use_cache": True,
@@ -125,15 +121,22 @@ class Target:
         }
         if self.keeps_logits:
             inputs["logits_to_keep"] = keep
-        with torch.no_grad():
-            out = self.model(**inputs, return_dict=True)
+        try:
+            with torch.no_grad():
+                out = self.model(**inputs, return_dict=True)
+        finally:
+            cache.slots = None
         if not self.keeps_logits and not isinstance(keep, int):
             out.logits = out.logits[:, keep]
         return out
 
 
-def check_target_model(model, parameters) -> None:
-    """Refuse targets the loop can't be exact with, in words."""
+def check_target_model(model) -> None:
+    """Refuse targets the loop can't be exact with, in words.
+
+    Raises:
+        ValueError: for targets whose cache can't be rolled back or whose positions can't be set.
+    """
     name, text = type(model).__name__, model.config.get_text_config()
     if model.config.is_encoder_decoder:
         raise ValueError(
@@ -151,7 +154,7 @@ def check_target_model(model, parameters) -> None:
             f"{name} has layers of type {', '.join(odd)}, whose cache can't be rolled back row by row: generate without "
             "assistant_model, or use a target with attention layers only."
         )
-    if "position_ids" not in parameters:
+    if "position_ids" not in inspect.signature(model.forward).parameters:
         raise ValueError(
             f"{name}.forward takes no position_ids, so rows of different lengths can't be placed (ALiBi models are of this "
             "kind): generate without assistant_model, or use a target with rotary or learned positions."

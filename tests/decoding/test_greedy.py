@@ -2,6 +2,7 @@
 
 import pytest
 import tiny
+import torch
 from tiny import generated
 
 from hf_dspark import SpeculationConfig
@@ -77,3 +78,18 @@ def test_any_number_of_draft_tokens_gives_the_same_text(llama, num_draft_tokens)
         speculation=SpeculationConfig(num_draft_tokens=num_draft_tokens),
     )  # fmt: skip
     assert generated(out, max(tiny.LENGTHS), [tiny.NEW] * 4) == llama.new
+
+
+def test_learned_positions_hold_a_row_that_ends_at_the_last_one_beside_slower_rows():
+    target = tiny.make_target("gpt2", max_position_embeddings=24)
+    prompts = [torch.randint(3, tiny.V, (n,)) for n in (16, 4)]
+    texts = [tiny.plain(target, p, max_new_tokens=8) for p in prompts]
+
+    def plan(prefix, ahead):  # the long row wins, the short one loses
+        text = tiny.continuation(texts, prefix)
+        return text[:5] if len(prefix) >= 15 else [tiny.wrong(t) for t in text]
+
+    out = target.generate(
+        **tiny.padded(prompts), assistant_model=tiny.Scripted(plan), max_new_tokens=8, do_sample=False
+    )
+    assert generated(out, 16, [8, 8]) == [text[-8:] for text in texts]
