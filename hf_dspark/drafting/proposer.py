@@ -135,30 +135,40 @@ class Proposer:
         if steps <= 0:
             empty = anchors.new_zeros(len(active), 0)
             return _Block(empty, [0] * len(active), None, empty.float(), None, [False] * len(active), None)
-        state = self.drafter.start(cache, anchors, seed, pseudo, steps)
-        lengths, stopped, prev = [min(steps, n) for n in room], [n <= 0 for n in room], anchors
+        state, prev = self.drafter.start(cache, anchors, seed, pseudo, steps), anchors
         tokens, qs, log_qs, confidences = [], [], [], []
         for k in range(steps):
             logits, confidence, state = self.drafter.step(cache, state, prev)
             log_probs = logits.log_softmax(-1)
             confidence = self._confidence(confidence, log_probs, log_qs, k)
-            if confidence is not None:
-                confidences.append(confidence)
-                self._cut(confidence, k, lengths, stopped)
             prev, q, log_q = self._choose(context, active, offset + k, logits, log_probs)
-            tokens.append(prev)
-            qs.append(q)
-            log_qs.append(log_q)
-            if context.stop_ids:
-                for j, token in enumerate(prev.tolist()):
-                    if token in context.stop_ids and not stopped[j]:
-                        lengths[j], stopped[j] = min(lengths[j], k + 1), True
-            if all(stop or n <= k + 1 for stop, n in zip(stopped, lengths)):
+            for kept, new in ((tokens, prev), (qs, q), (log_qs, log_q), (confidences, confidence)):
+                kept.append(new)
+            # A block is paid for as a whole; a recursive drafter spends a forward per draft, which is worth a look.
+            if not self.drafter.config.fixed_block and max(self._cut(tokens, confidences, room, context.stop_ids)[0]) <= k:
                 break
-        whole = [n == self.block and not stop for n, stop in zip(lengths, stopped)]
+        lengths, ended = self._cut(tokens, confidences, room, context.stop_ids)
+        whole = [n == self.block and not end for n, end in zip(lengths, ended)]
         q = None if qs[0] is None else torch.stack(qs, 1)
-        conf = torch.stack(confidences, 1) if confidences else None
+        conf = None if confidences[0] is None else torch.stack(confidences, 1)
         return _Block(torch.stack(tokens, 1), lengths, q, torch.stack(log_qs, 1), conf, whole, state)
+
+    def _cut(self, tokens, confidences, room, stop_ids) -> tuple[list[int], list[bool]]:
+        """Drafts to verify of each row so far, and whether a stop token is the last of them.
+
+        A draft goes from the first confidence below the threshold on, which looks at no draft it decides about; and nothing
+        is drafted behind a stop token, which itself stays.
+        """
+        lengths, ended = [min(len(tokens), max(n, 0)) for n in room], [False] * len(room)
+        if self.speculation.confidence_threshold > 0 and confidences[0] is not None:
+            sure = torch.stack(confidences, 1) >= self.speculation.confidence_threshold
+            lengths = [min(n, m) for n, m in zip(lengths, sure.long().cumprod(1).sum(1).tolist())]
+        if stop_ids:
+            for j, row in enumerate(torch.stack(tokens, 1).tolist()):
+                stop = next((k for k, token in enumerate(row[: lengths[j]]) if token in stop_ids), None)
+                if stop is not None:
+                    lengths[j], ended[j] = stop + 1, True
+        return lengths, ended
 
     def _confidence(self, logit, log_probs, log_qs, k: int) -> torch.Tensor | None:
         """Chance [A] that draft k is accepted if those before it are; known before draft k is."""
@@ -169,13 +179,6 @@ class Proposer:
             return None
         before = torch.stack(log_qs, 1) if log_qs else log_probs.new_zeros(len(log_probs), 0)
         return self.estimate(log_probs, before, k)
-
-    def _cut(self, confidence, k, lengths, stopped) -> None:
-        """The prefix rule: no draft from the first one below the threshold on. Looks at no draft it decides about."""
-        if self.speculation.confidence_threshold > 0:
-            for j, c in enumerate(confidence.tolist()):
-                if c < self.speculation.confidence_threshold and not stopped[j]:
-                    lengths[j], stopped[j] = min(lengths[j], k), True
 
     def _choose(self, context: Context, active, k, logits, log_probs):
         """Draft k of rows `active` from draft logits [A, Vd]: token [A], q [A, V] or None, log-probability [A]."""
