@@ -172,7 +172,9 @@ def test_public_names_exist_and_are_sorted(package):
 
 
 @pytest.mark.parametrize("category", [DeprecationWarning, FutureWarning])
-@pytest.mark.parametrize("module", ["torch", "transformers.generation.utils", "hf_dspark.decoding.loop", "oracles_scheduling", __name__])
+@pytest.mark.parametrize(
+    "module", ["torch", "transformers.generation.utils", "hf_dspark.decoding.loop", "oracles_scheduling", __name__]
+)
 def test_deprecations_in_torch_transformers_and_our_calls_are_errors(module, category):
     with pytest.raises(category):
         warnings.warn_explicit("old", category, "file.py", 1, module=module)
