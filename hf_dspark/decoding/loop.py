@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from transformers.utils import logging
 
 from hf_dspark.drafting.proposer import Context, Draft, Proposer
 from hf_dspark.modeling import SpeculationConfig
@@ -16,6 +17,8 @@ from .cache import TargetCache, drafter_key
 from .outputs import Recorder, SpeculationStats
 from .policy import AutoGate, Policy, StaticGate, survival_estimate
 from .target import Target
+
+logger = logging.get_logger("hf_dspark")
 
 
 @dataclass
@@ -284,12 +287,21 @@ class DecodeLoop:
             kept, reason = commit(tokens, self.settings.stop_ids, slot.left, stopped)
             self.recorder.add(slot.row, logits[i], scores[i], len(kept))
             slot.n += len(kept)
+            self._warn_beyond_training(slot.n)
             if not first:
                 survived = min(accepted[i], len(kept))
                 verified = draft.lengths[i] if len(kept) == len(tokens) else survived
                 self.stats.add(slot.row, len(kept), verified, survived, draft.stages[i])
             commits.append(Commit(slot.row, kept, reason))
         return commits
+
+    def _warn_beyond_training(self, length: int) -> None:
+        trained = self.drafter.config.trained_length
+        if trained is not None and length > trained:
+            logger.warning_once(
+                f"A text of {length} tokens is longer than the {trained} this drafter was trained on: the output stays exact, but "
+                "fewer drafts may be accepted. Train on longer texts, or set scheduler='auto' to stop drafting where it loses."
+            )
 
     def _observe(self, commits: list[Commit], fed: int) -> None:
         """Count the committed tokens in both caches; the last committed token is the new anchor and has no entry yet."""
