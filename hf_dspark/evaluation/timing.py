@@ -1,0 +1,50 @@
+"""When the tokens came: a streamer that only looks at the clock, the same for every way of generating."""
+
+import time
+from collections.abc import Callable
+
+from transformers.generation.streamers import BaseStreamer
+
+
+class Clock(BaseStreamer):
+    """Give it to `generate(streamer=...)` (one row) and read it afterwards.
+
+    `decode_seconds` and `decode_tokens` leave out the prefill and the tokens that came with it, as the papers' timers do.
+    Example: 1 token after 0.5 s, then 9 more within 0.9 s: prefill 0.5 s, 0.1 s per token.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter):
+        self.clock = clock
+        self.started = self.first = self.ended = None
+        self.tokens = self.first_tokens = 0
+
+    def put(self, value) -> None:
+        if self.started is None:  # generate puts the prompt before it does anything else
+            self.started = self.clock()
+            return
+        self.tokens += value.numel()
+        if self.first is None:
+            self.first, self.first_tokens = self.clock(), self.tokens
+
+    def end(self) -> None:
+        self.ended = self.clock()
+
+    @property
+    def seconds(self) -> float:
+        return self.ended - self.started
+
+    @property
+    def prefill_seconds(self) -> float:
+        return self.first - self.started
+
+    @property
+    def decode_seconds(self) -> float:
+        return self.ended - self.first
+
+    @property
+    def decode_tokens(self) -> int:
+        return self.tokens - self.first_tokens
+
+    @property
+    def seconds_per_token(self) -> float:
+        return self.decode_seconds / self.decode_tokens if self.decode_tokens else float("nan")
