@@ -6,7 +6,7 @@ import torch
 
 
 class Places(NamedTuple):
-    """Where the tokens [B, L] of an attention call lie. An index counts a row's tokens from its start, a document's are consecutive.
+    """Where the tokens [B, L] of an attention call lie; an index counts the row's tokens from its start.
 
     `chain`: number of the chain of blocks a slot belongs to, -1 for a real token; `index`; `document`; and, for slots,
     `anchor`: index of the chain's first anchor (-1 for a chain that isn't there); `block_anchor`: of this block's own.
@@ -76,7 +76,7 @@ def flex_mask(rule, query: Places, key: Places):
 
 
 class PackedContext:
-    """What all blocks of a forward look back at, in place of a decoding cache: keys and values per layer, only ever appended."""
+    """What all blocks of a forward look back at, in place of a decoding cache: keys and values per layer."""
 
     def __init__(self, keys_values: list[tuple]):
         self.layers = keys_values
@@ -108,5 +108,5 @@ def dense_anchors(labels: torch.Tensor, position_ids: torch.Tensor) -> torch.Ten
     """Every possible anchor [B, N] of each row, those whose next token is supervised, in order, then -1."""
     everywhere = torch.arange(labels.shape[1], device=labels.device).expand_as(labels)
     good = chain_labels(labels, position_ids, everywhere, 1)[..., 0] != -100
-    order = good.int().argsort(1, descending=True, stable=True)[:, : max(1, int(good.sum(1).max()))]
+    order = good.int().argsort(dim=1, descending=True, stable=True)[:, : max(1, int(good.sum(1).max()))]
     return torch.where(good.gather(1, order), order, -1)

@@ -40,8 +40,10 @@ class DrafterTrainingArguments(TrainingArguments):
 
     def objective(self) -> Objective:
         return Objective(
-            self.ce_weight, self.distill_weight, self.confidence_weight, self.kl_until, self.position_decay, self.detach_confidence
+            ce=self.ce_weight,
+            distill=self.distill_weight,
+            confidence=self.confidence_weight,
+            kl_until=self.kl_until,
+            decay=self.position_decay,
+            detach_confidence=self.detach_confidence,
         )
-
-    def progress(self, step: int, max_steps: int) -> float:
-        return step / max(1, max_steps)

@@ -22,43 +22,36 @@ def render_chat(tokenizer, messages: list[dict], enable_thinking: bool | None = 
     """Token ids of a chat and whether each is the assistant's, its end-of-turn token included.
 
     Templates with `{% generation %}` say themselves which tokens are the assistant's. For others the chat is rendered up to
-    each assistant message and after it: what is added is supervised.
+    each assistant message and after it: what is added is supervised. Some templates rewrite history (they drop the thinking
+    of earlier turns, say); a turn that the whole chat doesn't show as the model once saw it is left unsupervised.
 
     Raises:
-        ValueError: when a longer chat doesn't begin with the rendering of the shorter one (some templates rewrite history).
+        ValueError: when no assistant turn is left.
     """
-    options = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
-    if "{% generation %}" in str(tokenizer.chat_template) or "{%- generation" in str(tokenizer.chat_template):
-        out = tokenizer.apply_chat_template(
-            messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **options
-        )
+    options = {"tokenize": True, "return_dict": True}
+    if enable_thinking is not None:
+        options["enable_thinking"] = enable_thinking
+    if "generation %}" in str(tokenizer.chat_template).replace("-%}", "%}"):
+        out = tokenizer.apply_chat_template(messages, return_assistant_tokens_mask=True, **options)
         return list(out["input_ids"]), [bool(x) for x in out["assistant_masks"]]
 
     def ids(count, prompt):
-        chat = messages[:count]
-        return list(
-            tokenizer.apply_chat_template(chat, tokenize=True, return_dict=True, add_generation_prompt=prompt, **options)[
-                "input_ids"
-            ]
-        )
+        out = tokenizer.apply_chat_template(messages[:count], add_generation_prompt=prompt, **options)
+        return list(out["input_ids"])
 
-    mask: list[bool] = []
-    for i, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        before, after = ids(i, True), ids(i + 1, False)
-        if after[: len(before)] != before or before[: len(mask)] != full_prefix(ids, len(messages), len(mask)):
-            raise ValueError(
-                f"The chat template renders message {i} differently once the assistant has answered, so its tokens can't be told "
-                "apart: store input_ids and prompt_len, or use a template with {% generation %} marks."
-            )
-        mask += [False] * (len(before) - len(mask)) + [True] * (len(after) - len(before))
     whole = ids(len(messages), False)
-    return whole, mask + [False] * (len(whole) - len(mask))
-
-
-def full_prefix(ids, count: int, length: int) -> list[int]:
-    return ids(count, False)[:length]
+    mask = [False] * len(whole)
+    for i, message in enumerate(messages):
+        if message["role"] == "assistant":
+            before, after = ids(i, True), ids(i + 1, False)
+            if after[: len(before)] == before and whole[: len(after)] == after:
+                mask[len(before) : len(after)] = [True] * (len(after) - len(before))
+    if not any(mask):
+        raise ValueError(
+            "The chat template shows no assistant turn as it was when the model answered (or there is none), so nothing can be "
+            "supervised: store input_ids and prompt_len, or use a template with {% generation %} marks."
+        )
+    return whole, mask
 
 
 def example_from(row: dict, tokenizer=None, enable_thinking: bool | None = None) -> dict:
@@ -81,8 +74,8 @@ def example_from(row: dict, tokenizer=None, enable_thinking: bool | None = None)
         ids, mask = render_chat(tokenizer, row["messages"], enable_thinking)
     else:
         raise ValueError(
-            f"A data row has the fields {sorted(row)}, which give no tokens: it needs input_ids and prompt_len, or messages and "
-            "a tokenizer with a chat template."
+            f"A data row has the fields {sorted(row)}, which give no tokens: it needs input_ids and prompt_len, or messages "
+            "and a tokenizer with a chat template."
         )
     return {"input_ids": ids, "labels": [i if m else -100 for i, m in zip(ids, mask, strict=True)]}
 
@@ -109,8 +102,8 @@ class ChatDataset(Dataset):
         self.supervised = sum(x != -100 for e in self.examples for x in e["labels"])
         if self.supervised < 0.01 * self.tokens or not self.tokens:
             raise ValueError(
-                f"Only {self.supervised} of {self.tokens} tokens are supervised, so there is nothing to learn: look at the rows "
-                "with `hf-dspark data preview`, and store input_ids with prompt_len if the template hides the answers."
+                f"Only {self.supervised} of {self.tokens} tokens are supervised, so there is nothing to learn: look at the "
+                "rows with `hf-dspark data preview`, and store input_ids with prompt_len if the template hides the answers."
             )
         self.max_length = max(len(e["input_ids"]) for e in self.examples)
 

@@ -5,9 +5,10 @@ from collections import defaultdict
 
 import torch
 from torch import nn
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 from transformers.utils import logging
 
+from ..modeling.packed_blocks import chain_labels
 from .anchors import block_weights, draw_stages
 from .arguments import DrafterTrainingArguments
 from .data import BlockCollator, ChatDataset
@@ -31,9 +32,21 @@ class DrafterGroup(nn.Module):
     def forward(self, **inputs):
         return {name: drafter(**inputs) for name, drafter in self.drafters.items()}
 
-    def gradient_checkpointing_enable(self, **kwargs):
+    def activation_checkpointing_enable(self, *args, **kwargs):
         for drafter in self.drafters.values():
-            drafter.gradient_checkpointing_enable(**kwargs)
+            drafter.activation_checkpointing_enable(*args, **kwargs)
+
+    def gradient_checkpointing_enable(self, *args, **kwargs):  # its name before transformers 5.2x
+        for drafter in self.drafters.values():
+            drafter.gradient_checkpointing_enable(*args, **kwargs)
+
+
+class _SetEpoch(TrainerCallback):
+    """Tells the dataset its epoch, which keys the anchors; loaders do so only with some samplers."""
+
+    def on_epoch_begin(self, args, state, control, train_dataloader=None, **kwargs):
+        if hasattr(train_dataloader.dataset, "set_epoch"):
+            train_dataloader.dataset.set_epoch(int(state.epoch + 1e-6))
 
 
 class DrafterTrainer(Trainer):
@@ -63,13 +76,14 @@ class DrafterTrainer(Trainer):
         object.__setattr__(self, "_target", FrozenTarget(target, next(iter(named.values())).config.target_layer_ids))
         if args.pack and getattr(target, "_is_stateful", False):
             raise ValueError(
-                f"pack=True, and {type(target).__name__} carries a recurrent state from one document to the next: set pack=False."
+                f"pack=True, and {type(target).__name__} carries a recurrent state from one document to the next: set "
+                "pack=False."
             )
         kwargs.setdefault("data_collator", BlockCollator(args.num_anchors, args.seed, args.pack, args.max_length))
         model = DrafterGroup(named) if isinstance(model, dict) else model
         super().__init__(model=model, args=args, train_dataset=train_dataset, **kwargs)
-        # Trainer would divide by the accumulation steps as well.
-        self.loss_is_scaled_for_ga = True
+        self.loss_is_scaled_for_ga = True  # else Trainer would divide by the accumulation steps as well
+        self.add_callback(_SetEpoch())
         self.named = named
         self.decode_check, self.stage_override = decode_check, None
         self.sums: dict = defaultdict(lambda: defaultdict(float))
@@ -132,8 +146,6 @@ class DrafterTrainer(Trainer):
 
     def _labels(self, drafter, batch, stages):
         K = drafter.config.max_block
-        from ..modeling.packed_blocks import chain_labels
-
         return chain_labels(batch["labels"], batch["position_ids"], batch["anchors"], stages * K).split(K, -1)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -145,7 +157,7 @@ class DrafterTrainer(Trainer):
         if not isinstance(self.model, DrafterGroup):
             states = {"": states}
         totals = self._weights(inputs) if num_items_in_batch is None else num_items_in_batch
-        progress = self.args.progress(self.state.global_step, self.state.max_steps) if self.model.training else 1.0
+        progress = self.state.global_step / max(1, self.state.max_steps) if self.model.training else 1.0
         loss = 0.0
         for (name, drafter), total in zip(self.named.items(), totals, strict=True):
             shares = [0.5, 0.5] if stages > 1 and total[1] > 0 else [1.0, 0.0]
@@ -208,6 +220,8 @@ class DrafterTrainer(Trainer):
         out = {}
         for name, which in dict.fromkeys((n, w) for n, w, _ in kept):
             s = {key: kept[name, which, key] for n, w, key in kept if (n, w) == (name, which)}
+            if not s["blocks"]:
+                continue
             prefix = ("eval_" if split == "eval" else "") + (f"{name}_" if name else "") + ("loop_" if which else "")
             parts = ("ce", "kl", "tv", "confidence", "confidence_error")
             values = {f"{key}_loss" if "_" not in key else key: s[key] / s["weight"].clamp(min=1e-9) for key in parts}

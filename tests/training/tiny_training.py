@@ -1,0 +1,37 @@
+"""What trainer tests share, importable from a second process as well."""
+
+import sys
+
+import torch
+from tiny import make_drafter, make_target
+
+from hf_dspark.training import ChatDataset, DrafterTrainer, DrafterTrainingArguments
+
+
+def rows(count=16, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(9, 15, (count,), generator=g).tolist()
+    return [{"input_ids": torch.randint(1, 60, (n,), generator=g).tolist(), "prompt_len": 3} for n in lengths]
+
+
+def make_trainer(folder, model=None, target=None, dataset=None, **changes):
+    settings = dict(
+        output_dir=str(folder), use_cpu=True, report_to=[], disable_tqdm=True, per_device_train_batch_size=4, max_steps=4,
+        learning_rate=1e-2, num_anchors=4, logging_steps=1, save_strategy="no", loop_exposure=2, loop_start=0.5,
+    )  # fmt: skip
+    target = target or make_target()
+    if model is None:
+        model = make_drafter(target, block_size=3, num_hidden_layers=1)
+    arguments = DrafterTrainingArguments(**{**settings, **changes})
+    return DrafterTrainer(model, arguments, target, ChatDataset(rows()) if dataset is None else dataset)
+
+
+def weights(trainer):
+    return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+
+
+if __name__ == "__main__":  # one of several processes: train, and let the first one save what came out
+    trainer = make_trainer(sys.argv[1], per_device_train_batch_size=2)
+    trainer.train()
+    if trainer.args.process_index == 0:
+        torch.save((weights(trainer), [e["loss"] for e in trainer.state.log_history if "loss" in e]), sys.argv[2])
