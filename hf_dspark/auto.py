@@ -3,6 +3,7 @@
 from difflib import get_close_matches
 
 import torch
+from transformers import AutoConfig, AutoModel
 
 from hf_dspark.modeling import DSparkDrafter, Eagle3Drafter
 from hf_dspark.modeling.drafter import check_target
@@ -12,6 +13,9 @@ from .hub.formats import detect
 from .hub.importer import BORROWED, import_drafter
 
 OWN = {cls.config_class.model_type: cls for cls in (DSparkDrafter, Eagle3Drafter)}
+for model_type, drafter_class in OWN.items():
+    AutoConfig.register(model_type, drafter_class.config_class, exist_ok=True)
+    AutoModel.register(drafter_class.config_class, drafter_class, exist_ok=True)
 
 
 class AutoDrafter:
@@ -114,6 +118,7 @@ def _load_own(checkpoint, target, load, overrides, **hub):
         check_target(cls.config_class.from_dict({**checkpoint.config, **overrides}), target.config)
     if load["dtype"] is None:
         del load["dtype"]
+    _ = checkpoint.files  # fetched here, where downloads are checked
     drafter = cls.from_pretrained(checkpoint.name, **load, **overrides, **hub)
     drafter.sources = dict.fromkeys(drafter.state_dict(), checkpoint.name)
     return drafter

@@ -84,9 +84,25 @@ class Drafter(PreTrainedModel):
     def get_output_embeddings(self):
         return getattr(self, "lm_head", None)
 
-    def save_pretrained(self, *args, **kwargs):
+    def save_pretrained(self, *args, ship_code: bool = False, **kwargs):
+        """As for every transformers model.
+
+        `ship_code=True` also writes these model files, for `AutoModel.from_pretrained(..., trust_remote_code=True)` where
+        the package isn't installed. Drafting with a target needs the package all the same.
+        """
         self.config.speculation = self.speculation.to_dict()
-        return super().save_pretrained(*args, **kwargs)
+        self.config.__dict__.pop("auto_map", None)  # of a checkpoint that shipped its code, which this one may not
+        if not ship_code:
+            return super().save_pretrained(*args, **kwargs)
+        classes = (type(self), "AutoModel"), (type(self.config), "AutoConfig")
+        before = [cls._auto_class for cls, _ in classes]
+        try:
+            for cls, auto in classes:
+                cls._auto_class = auto
+            return super().save_pretrained(*args, **kwargs)
+        finally:
+            for (cls, _), auto in zip(classes, before, strict=True):
+                cls._auto_class = auto
 
     @classmethod
     def from_pretrained(cls, *args, output_loading_info=False, **kwargs):

@@ -1,6 +1,8 @@
 """Files of a drafter checkpoint, local or on the Hub: the config, the tensors' shapes, and only then their values."""
 
+import hashlib
 import json
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -36,9 +38,11 @@ class Checkpoint:
             raise OSError(f"{name} is a file, and a drafter is a folder of config.json and weights: give the folder.")
 
         def fetch(filename, required=False):
-            return cached_file(
-                name, filename, subfolder=subfolder, _raise_exceptions_for_missing_entries=required, **hub
-            )
+            started = time.time()
+            path = cached_file(name, filename, subfolder=subfolder, _raise_exceptions_for_missing_entries=required, **hub)
+            if path is not None and not Path(name).is_dir():
+                check_download(path, started)
+            return path
 
         path = fetch("config.json", required=True)
         return cls(name, fetch, json.loads(Path(path).read_text(encoding="utf-8")))
@@ -71,6 +75,26 @@ class Checkpoint:
 
     def read(self, name: str) -> torch.Tensor:
         return self.files[name].read(name)
+
+
+def check_download(path: str, started: float) -> None:
+    """Compare a file of the Hub's cache that arrived since `started` with its SHA-256, which is its blob's name.
+
+    huggingface_hub checks sizes only. Small files are named by another hash and are not looked at.
+    """
+    blob = Path(path).resolve()
+    if len(blob.name) != 64 or blob.stat().st_mtime < started - 2:
+        return
+    digest = hashlib.sha256()
+    with blob.open("rb") as file:
+        while chunk := file.read(1 << 22):
+            digest.update(chunk)
+    if digest.hexdigest() != blob.name:
+        blob.unlink()
+        raise OSError(
+            f"{Path(path).name} arrived with the wrong checksum ({digest.hexdigest()[:12]}, expected {blob.name[:12]}), so its "
+            "weights can't be trusted. It was deleted: load the drafter again to download it again."
+        )
 
 
 class _SafeTensors:
