@@ -20,6 +20,8 @@ def hub(monkeypatch):
     monkeypatch.setattr(constants, "ENDPOINT", server.url)
     template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr("huggingface_hub.hf_api.api.endpoint", server.url)
+    monkeypatch.setattr("transformers.utils.hub._hf_api", None, raising=False)  # made once, with the endpoint of then
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     server.add(REPO, drafter_folder(NAME))
     yield server
