@@ -78,6 +78,14 @@ def test_the_recurrent_head_equals_its_formula(make_dspark, draw):
     close((corrected - base)[0], torch.stack(biases[1:]))
 
 
+@pytest.mark.parametrize("with_markov", [True, False])
+def test_confidence_reads_the_state_and_where_asked_the_previous_tokens_row(make_dspark, draw, with_markov):
+    drafter = make_dspark(**HEADS["gated"], confidence_head=True, confidence_with_markov=with_markov)
+    hidden, prev = torch.randn(2, 7, 16).double(), draw(2, 7)[1]
+    read = torch.cat([hidden, drafter.correction.w1.weight[prev]], -1) if with_markov else hidden
+    close(drafter.block_logits(hidden, prev)[2], read @ drafter.confidence.weight[0] + drafter.confidence.bias)
+
+
 def test_a_reduced_vocabulary_reads_previous_tokens_as_target_ids_and_writes_draft_ids(make_dspark, draw):
     drafter = make_dspark(**HEADS["markov"], draft_vocab_size=11)
     drafter.d2t.copy_(torch.tensor([0, 2, 5, 6, 8, 12, 15, 19, 22, 27, 28]) - torch.arange(11))

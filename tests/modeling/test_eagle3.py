@@ -164,6 +164,28 @@ def test_unrolling_equals_the_slow_chain(drafter, draw):
         close(outputs[j][0], torch.stack(latest))
 
 
+@pytest.mark.parametrize(
+    "flags, tensors",
+    [
+        (dict(qk_norm=True), {"layers.0.self_attn.q_norm.weight", "layers.0.self_attn.k_norm.weight"}),
+        (dict(norm_before_fc=True), {"input_norm.weight"}),
+        (dict(fc_norm=True), {"fc_norm.0.weight", "fc_norm.1.weight"}),
+        (dict(fc_bias=True), {"fc.bias"}),
+        (dict(attention_bias=True), {f"layers.0.self_attn.{p}_proj.bias" for p in "qkv"}),
+        (dict(attention_output_bias=True), {"layers.0.self_attn.o_proj.bias"}),
+        (dict(own_embedding=True), {"embed_tokens.weight"}),
+        (dict(own_head=True), {"lm_head.weight"}),
+        (dict(draft_vocab_size=11), {"d2t"}),
+        (dict(norm_output=True, norm_before_residual=True, position_offset=1), set()),
+    ],
+)
+def test_a_flag_adds_its_tensors_and_no_others(make_eagle3, flags, tensors):
+    plain = dict(qk_norm=False)
+    names = set(make_eagle3(**plain).state_dict())
+    assert "norm.weight" in names and "norm.weight" not in make_eagle3(norm_head=False).state_dict()
+    assert set(make_eagle3(**{**plain, **flags}).state_dict()) - names == tensors
+
+
 # ---------------------------------------------------------------------- the cache
 
 
@@ -186,6 +208,18 @@ def test_a_prompt_in_one_go_equals_slot_by_slot_and_chunk_by_chunk(drafter, draw
     for row in range(2):
         close(entries(single, row), entries(whole, row))
         close(entries(chunked, row), entries(whole, row))
+
+
+def test_the_offset_shifts_the_rotary_positions_and_thereby_no_draft(make_eagle3, draw):
+    features, tokens = draw(1, 4)
+    caches, seeds = [], []
+    for offset, first in ((1, 2), (0, 3), (0, 2)):
+        drafter = make_eagle3(position_offset=offset)
+        caches.append(drafter.new_cache(torch.tensor([first])))
+        seeds.append(drafter.extend(caches[-1], features, tokens, all_valid(1, 4)))
+    close(entries(caches[0], 0), entries(caches[1], 0))
+    assert (entries(caches[0], 0) - entries(caches[2], 0)).abs().max() > 0.1
+    close(seeds[0], seeds[2])
 
 
 @pytest.mark.parametrize("chunk", [2, 512])
