@@ -166,19 +166,19 @@ def verifications_saved(rounds: Sequence[Round], plain: Sequence[Round]) -> floa
     return 1 - _ratio(tau(plain), tau(rounds))
 
 
-def gate_quality(scores: Sequence[float], full: Sequence[bool], threshold: float) -> dict[str, float]:
-    """How well a gate's score tells blocks that will be accepted whole from others.
+def gate_quality(scores: Sequence[float], full: Sequence[bool], passed: Sequence[bool]) -> dict[str, float]:
+    """How well a gate's score tells blocks that are accepted whole from others.
 
-    `auroc`: chance that a whole block scores higher; `precision`: share of whole blocks among those at or above the
-    threshold; `passed`: share of blocks at or above it. DLoop, arXiv 2610.07659.
+    `auroc`: chance that a whole block scores higher than another; `precision`: share of whole blocks among those that passed;
+    `passed`: share that passed. DLoop, arXiv 2610.07659.
 
-    >>> gate_quality([-0.1, -0.2, -0.9, -3.0], [True, False, True, False], threshold=-0.5)
+    >>> gate_quality([-0.1, -0.2, -0.9, -3.0], [True, False, True, False], [True, True, False, False])
     {'auroc': 0.75, 'precision': 0.5, 'passed': 0.5}
     """
-    passed = [f for s, f in zip(scores, full, strict=True) if s >= threshold]
     labels = torch.tensor([bool(f) for f in full], dtype=torch.float64)
     area = auroc(torch.tensor(scores, dtype=torch.float64), labels) if len(labels) else math.nan
-    return {"auroc": area, "precision": _share(passed), "passed": _ratio(len(passed), len(full))}
+    precision = _share(f for f, p in zip(full, passed, strict=True) if p)
+    return {"auroc": area, "precision": precision, "passed": _share(passed)}
 
 
 def speedup(baseline: Sequence[float], method: Sequence[float], samples: int = 2000, seed: int = 0) -> dict[str, float]:

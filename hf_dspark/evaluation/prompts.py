@@ -74,7 +74,7 @@ class JsonLines:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         lines = list(self._whole_lines())
         if header is not None:
-            header = json.loads(json.dumps(header))
+            header = json.loads(json.dumps(header, ensure_ascii=False))
             if lines and lines[0] != header:
                 raise ValueError(
                     f"{self.path} holds results of other settings than this run's, and mixing them would mean nothing: delete "
@@ -95,6 +95,9 @@ class JsonLines:
         for line in whole.splitlines():
             yield json.loads(line)
 
-    def append(self, record: dict) -> None:
+    def append(self, record: dict) -> dict:
+        """Write a record; returns it as a later run will read it."""
+        line = json.dumps(record, ensure_ascii=False)
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record, ensure_ascii=False) + "\n")
+            file.write(line + "\n")
+        return json.loads(line)

@@ -157,15 +157,24 @@ def confidence_data(rounds: list[RoundLog]) -> ConfidenceData:
     return ConfidenceData(logits, labels, valid, features if known else None)
 
 
-def gate_data(rounds: list[RoundLog]) -> dict[int, tuple[list[float], list[bool]]]:
-    """Per stage (from 1): summed log-probabilities of the whole blocks behind an accepted prefix, and which were accepted
-    whole."""
-    data: dict[int, tuple[list[float], list[bool]]] = {}
+class GateData(NamedTuple):
+    """Of the whole blocks of one stage that were verified behind an accepted prefix: their summed log-probabilities, which were
+    accepted whole, and behind which another stage was drafted."""
+
+    scores: list[float]
+    full: list[bool]
+    passed: list[bool]
+
+
+def gate_data(rounds: list[RoundLog]) -> dict[int, GateData]:
+    """By stage, from 1."""
+    data: dict[int, GateData] = {}
     for r in rounds:
-        for s in range(r.drafted // r.block if r.block else 0):
-            if r.accepted < s * r.block:
+        for s in range(1, 1 + (r.drafted // r.block if r.block else 0)):
+            if r.accepted < (s - 1) * r.block:
                 break
-            scores, full = data.setdefault(s + 1, ([], []))
-            scores.append(sum(r.log_q[s * r.block : (s + 1) * r.block]))
-            full.append(r.accepted >= (s + 1) * r.block)
+            stage = data.setdefault(s, GateData([], [], []))
+            stage.scores.append(sum(r.log_q[(s - 1) * r.block : s * r.block]))
+            stage.full.append(r.accepted >= s * r.block)
+            stage.passed.append(r.stages > s)
     return data

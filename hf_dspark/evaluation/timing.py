@@ -16,18 +16,22 @@ class Clock(BaseStreamer):
     def __init__(self, clock: Callable[[], float] = time.perf_counter):
         self.clock = clock
         self.started = self.first = self.ended = None
-        self.tokens = self.first_tokens = 0
+        self.puts: list[int] = []  # tokens that came at once, the prefill's first
 
     def put(self, value) -> None:
         if self.started is None:  # generate puts the prompt before it does anything else
             self.started = self.clock()
             return
-        self.tokens += value.numel()
-        if self.first is None:
-            self.first, self.first_tokens = self.clock(), self.tokens
+        if not self.puts:
+            self.first = self.clock()
+        self.puts.append(value.numel())
 
     def end(self) -> None:
         self.ended = self.clock()
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.puts)
 
     @property
     def seconds(self) -> float:
@@ -43,7 +47,7 @@ class Clock(BaseStreamer):
 
     @property
     def decode_tokens(self) -> int:
-        return self.tokens - self.first_tokens
+        return sum(self.puts[1:])
 
     @property
     def seconds_per_token(self) -> float:

@@ -61,6 +61,6 @@ def test_the_speed_up_is_a_ratio_of_means_over_the_same_prompts():
 
 
 def test_a_gate_that_knows_everything_has_an_auroc_of_one():
-    quality = metrics.gate_quality([-0.1, -0.3, -2.0], [True, True, False], threshold=-0.5)
+    quality = metrics.gate_quality([-0.1, -0.3, -2.0], [True, True, False], [True, True, False])
     assert quality == {"auroc": 1.0, "precision": 1.0, "passed": pytest.approx(2 / 3)}
-    assert math.isnan(metrics.gate_quality([-0.1], [True], threshold=-0.5)["auroc"])
+    assert math.isnan(metrics.gate_quality([-0.1], [True], [True])["auroc"])

@@ -88,7 +88,7 @@ def test_features_are_those_of_the_drafts_own_distributions(llama):
 def test_gate_scores_are_sums_over_whole_blocks_behind_an_accepted_prefix():
     looped = RoundLog(0, 6, 2, 3, 3, 2, 1, 7, [-1.0, -2.0, -3.0, -4.0, -5.0, -6.0], None, 0, 0, 0)
     short = RoundLog(0, 1, 1, 2, 1, 2, 1, 2, [-9.0], None, 0, 0, 0)
-    assert gate_data([looped, short]) == {1: ([-3.0], [True]), 2: ([-7.0], [False])}
+    assert gate_data([looped, short]) == {1: ([-3.0], [True], [True]), 2: ([-7.0], [False], [True])}
 
 
 def test_looped_rounds_are_logged_with_their_stages(llama):

@@ -1,0 +1,112 @@
+"""`hf-dspark eval`: acceptance and speed of plain decoding, prompt lookup and a drafter, side by side."""
+
+import json
+from datetime import date
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hf_dspark.evaluation.benchmark import Plan, make_methods, run, write_json
+from hf_dspark.evaluation.environment import environment, file_hash
+from hf_dspark.evaluation.prompts import read_prompts
+
+from .shared import EMBEDDED, console, load_drafter, load_target, number, progress, prompt_warnings, say, table, warn
+
+app = typer.Typer()
+
+
+@app.command()
+def evaluate(
+    target: str = typer.Argument(..., help=f"Hub id or folder of the target; '{EMBEDDED}' is the demo's model."),
+    prompts: Annotated[list[Path], typer.Option(help="jsonl of `turns`, `messages` or `prompt`; repeatable.")] = ...,
+    drafter: str = typer.Option(None, help="Hub id or folder of a drafter."),
+    methods: str = typer.Option("plain,lookup,own", help="Of plain, lookup, stock and own, with commas."),
+    setting: Annotated[list[str], typer.Option(help="Knobs for own and stock, e.g. 'num_draft_tokens=3'; repeatable.")] = (),
+    temperature: Annotated[list[float], typer.Option(help="0 is greedy; repeatable.")] = (0.0,),
+    top_k: int = typer.Option(0, help="When sampling; 0 is off."),
+    top_p: float = typer.Option(1.0, help="When sampling; 1 is off."),
+    limit: int = typer.Option(None, help="Only the first so many prompts of each set."),
+    max_new_tokens: int = typer.Option(256, help="Longest answer."),
+    repeats: int = typer.Option(1, help="How often everything is measured."),
+    lookup_tokens: int = typer.Option(5, help="Drafts of prompt lookup."),
+    turns: str = typer.Option("first", help="Of a conversation: first, or all."),
+    chat: bool = typer.Option(True, help="Render prompts with the tokenizer's chat template."),
+    thinking: bool = typer.Option(None, help="Passed to the chat template; its own default if neither is given."),
+    seed: int = typer.Option(0, help="Of sampling and of the order in which methods take turns."),
+    dtype: str = typer.Option("auto", help="auto, float32, bfloat16, float16 or float64."),
+    device: str = typer.Option(None, help="cpu, cuda, mps, ...; the CPU by default."),
+    out: Annotated[Path, typer.Option(help="Results and run record; OUT.partial.jsonl while it runs.")] = Path("eval.json"),
+    plots: Annotated[Path, typer.Option(help="A folder for pictures.")] = None,
+):
+    """Measure acceptance and speed of a drafter against other ways of generating the same answers."""
+    kinds = [m.strip() for m in methods.split(",") if m.strip()]
+    if drafter is None and {"own", "stock"} & set(kinds):
+        raise ValueError(f"--methods {methods} needs a drafter: pass --drafter, or --methods plain,lookup.")
+    if turns not in ("first", "all"):
+        raise ValueError(f"--turns {turns} is unknown: use first or all.")
+    model, tokenizer = load_target(target, dtype, device)
+    assistant = load_drafter(drafter, model) if drafter else None
+    if assistant is not None:
+        warn(prompt_warnings(assistant, tokenizer, chat, thinking))
+    plan = Plan(
+        prompts=[p for path in prompts for p in read_prompts(path, limit)],
+        methods=make_methods(kinds, [parse_setting(s) for s in setting] or [{}], lookup_tokens),
+        temperatures=list(temperature),
+        max_new_tokens=max_new_tokens,
+        repeats=repeats,
+        seed=seed,
+        turns=turns,
+        chat=chat,
+        thinking=thinking,
+        sampling={"top_k": top_k, "top_p": top_p},
+    )
+    header = {"environment": environment(model, assistant), "files": {p.name: file_hash(p) for p in prompts}}
+    partial = out.with_name(out.name + ".partial.jsonl")
+    with progress() as bar:
+        task = bar.add_task("answers", total=None)
+        result = run(model, tokenizer, assistant, plan, header, partial, lambda i, n: bar.update(task, completed=i, total=n))
+    write_json({"date": date.today().isoformat(), **result}, out)
+    partial.unlink()
+    for method, why in result["refused"].items():
+        warn([f"{method} was left out: {why}"])
+    for t in plan.temperatures:
+        console.print(results_table([r for r in result["results"] if r["temperature"] == t], t))
+    say(f"ms/token: drafting/verifying/rest, prefill left out. Everything measured is in {out}.", "dim")
+    if plots is not None:
+        from hf_dspark.evaluation.plots import save_all
+
+        say(f"Plots: {', '.join(map(str, save_all(result['results'], plots)))}", "dim")
+
+
+def parse_setting(text: str) -> dict:
+    """Example: `'num_draft_tokens=3, verification=block'` -> `{"num_draft_tokens": 3, "verification": "block"}`."""
+    knobs = {}
+    for part in text.replace(",", " ").split():
+        name, equals, value = part.partition("=")
+        if not equals:
+            raise ValueError(f"--setting {text!r}: {part!r} is no knob=value, such as num_draft_tokens=3.")
+        try:
+            knobs[name] = json.loads(value)
+        except ValueError:
+            knobs[name] = value
+    return knobs
+
+
+def results_table(results: list[dict], temperature: float):
+    """tau with the bonus token (pooled, and as mean over answers), drafts accepted per round, acceptance rate, milliseconds per
+    token (draft/verify/rest), speed-ups with their intervals, and the share of answers equal to plain decoding's."""
+    columns = ["set", "method", "tau", "macro", "accepted", "rate", "tok/s", "ms/token", "x plain", "x lookup", "same"]
+    rows = []
+    for r in results:
+        split = "/".join(number(1e3 * s, 1) for s in r["split"].values()) if "split" in r else "-"
+        rates = [r.get("accepted_per_round"), r.get("acceptance_rate")]
+        ratios = [_ratio(r.get(f"speedup_over_{m}")) for m in ("plain", "lookup")]
+        same = f"{r['same_text']:.0%}" if r.get("same_text") is not None else "-"
+        speed = number(r["tokens_per_second"], 1)
+        rows.append([r["set"], r["method"], r["tau"], r["tau_macro"], *rates, speed, split, *ratios, same])
+    return table(f"Temperature {temperature:g}", columns, rows)
+
+
+def _ratio(speedup: dict | None) -> str:
+    return f"{speedup['ratio']:.2f} ({speedup['low']:.2f}-{speedup['high']:.2f})" if speedup else "-"

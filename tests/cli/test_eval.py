@@ -1,0 +1,54 @@
+"""`hf-dspark eval` in-process on tiny models."""
+
+import json
+
+import pytest
+import tiny_chat
+from typer.testing import CliRunner
+
+from hf_dspark.cli import main
+from hf_dspark.cli.eval import parse_setting
+
+
+def call(*arguments):
+    return CliRunner().invoke(main.app, [str(a) for a in arguments])
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("world")
+    (folder / "words.jsonl").write_text("".join(json.dumps({"turns": [p, "w9"]}) + "\n" for p in tiny_chat.PROMPTS))
+    return *tiny_chat.save_world(folder), folder / "words.jsonl"
+
+
+def test_a_table_a_file_and_plots(world, tmp_path):
+    target, drafter, prompts = world
+    out = tmp_path / "eval.json"
+    result = call(
+        "eval", target, "--drafter", drafter, "--prompts", prompts, "--limit", 2, "--max-new-tokens", 8, "--out", out,
+        "--setting", "num_draft_tokens=2", "--setting", "verification=block", "--plots", tmp_path / "plots",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    found = json.loads(out.read_text())
+    methods = ["plain", "lookup[tokens=5]", "own[num_draft_tokens=2]", "own[verification=block]"]
+    assert [r["method"] for r in found["results"]] == methods
+    assert [r["same_text"] for r in found["results"][1:]] == [1.0, 1.0, 1.0]
+    run = found["run"]
+    assert run["plan"]["max_new_tokens"] == 8 and run["plan"]["prompts"]["sets"] == {"words": 2}
+    assert run["environment"]["threads"] >= 1 and run["files"]["words.jsonl"] and found["date"]
+    assert max(len(r["conditional_acceptance"]) for r in found["results"] if "rounds" in r) == 5
+    assert not list(tmp_path.glob("*.partial*")) and len(list((tmp_path / "plots").glob("*.png"))) == 3
+    assert "Temperature 0" in result.output
+
+
+def test_what_cannot_be_run_is_said(world):
+    target, drafter, prompts = world
+    assert "needs a drafter" in call("eval", target, "--prompts", prompts).output
+    assert "--turns" in call("eval", target, "--prompts", prompts, "--drafter", drafter, "--turns", "last").output
+
+
+def test_settings_are_knobs_with_json_values():
+    knobs = parse_setting("num_draft_tokens=3, loop_gate=-0.5 verification=block")
+    assert knobs == {"num_draft_tokens": 3, "loop_gate": -0.5, "verification": "block"}
+    with pytest.raises(ValueError, match="knob=value"):
+        parse_setting("fast")
