@@ -1,8 +1,9 @@
 """Slow, obvious scheduling: exact laws of speculative decoding under any length rule, and brute-force lengths.
 
-A toy world has rows, each with a target law p(prefix), a draft law q(prefix) and K drafts. `joint_law` enumerates every
-joint draft of all rows, asks the rule for lengths, verifies by the ratio rule (or by match) with probabilities instead
-of coins, completes every outcome to K + 1 tokens with the target, and returns the law of the texts as Fractions.
+A toy world has rows, each with a target law p(prefix), a draft law q(prefix) and K drafts. `joint_law` enumerates
+every joint draft of all rows, asks the rule for lengths, verifies by the ratio rule (or by match) with probabilities
+instead of coins, completes every outcome to K + 1 tokens with the target, and returns the law of the texts as
+Fractions.
 """
 
 import itertools
@@ -13,7 +14,8 @@ from functools import lru_cache
 
 
 class Row:
-    """`p` and `q`: prefix tuple -> Fractions over the vocabulary. `c`: the drafts before k -> confidence of draft k."""
+    """`p` and `q`: prefix tuple -> Fractions over the vocabulary. `c`: the drafts before k -> confidence of draft
+    k."""
 
     def __init__(self, p, q, c, drafts):
         self.p, self.q, self.c, self.drafts = lru_cache(p), lru_cache(q), lru_cache(c), drafts

@@ -37,8 +37,7 @@ def draft_length(
         survival: K mean chances that drafts 1..k are all accepted, from past rounds.
         draft_seconds, verify_seconds: k drafts -> seconds of the draft, and of the target over 1 + k tokens per row.
         plain_seconds: a step of one token per row.
-        margin: plain decoding must win by this much to be chosen. Positive while drafting and negative while not, it
-            keeps noise from switching to and fro.
+        margin: plain decoding must win by this much to be chosen, so that noise does not switch a drafter off.
     """
     best, best_rate, tau = 0, 1 / (plain_seconds * (1 + margin)), 1.0
     for k, chance in enumerate(survival, 1):
@@ -163,7 +162,7 @@ class DraftThrottle:
 
         probe = best(math.inf)  # the least bad
         loss = (draft[probe] + verify[probe]) / plain - 1 - sum(survival[:probe])
-        self.state = next_state(self.state, best(BUDGET if self.state.length else -BUDGET), probe, loss)
+        self.state = next_state(self.state, best(BUDGET), probe, loss)
         if waited and not self.state.wait and not self.state.length:
             self.history.fade(0.5)  # so that the probe's few rounds outweigh what is long past
         self._drafted = self._drafted + 1 if self.state.length else 0

@@ -62,6 +62,9 @@ def test_ece_equals_its_definition(sample):
 
 def test_ece_of_a_hand_made_case():
     assert ece(torch.tensor([0.02, 0.04, 0.9, 1.0]), torch.tensor([0, 1, 1, 1])) == pytest.approx((0.94 + 0.1) / 4)
+    # 0.96 and 1.0 share the last bin, where their gaps partly cancel.
+    assert ece(torch.tensor([0.96, 1.0]), torch.tensor([1, 0])) == pytest.approx((1.96 - 1) / 2)
+    assert len(reliability_bins(torch.tensor([1.0]), torch.tensor([1]))["count"]) == 20
 
 
 def test_auroc_counts_pairs_and_ties_half(sample):
@@ -153,11 +156,12 @@ def test_the_report_weighs_positions_by_their_counts(rounds):
     valid = torch.ones_like(labels, dtype=torch.bool)
     valid[:90, 1] = False
     report = calibration_report(logits, labels, valid, temperatures=[2.0, 0.5])
-    predictions = (logits[:, 0] / 2).sigmoid(), ((logits[:, 0] / 2).sigmoid() * (logits[:, 1] / 0.5).sigmoid())[90:]
-    errors = [
-        slow_ece(p.tolist(), y.tolist()) for p, y in zip(predictions, (labels[:, 0], labels[90:, 1]), strict=True)
-    ]
+    first, second = (logits[:, 0] / 2).sigmoid(), (logits[:, 1] / 0.5).sigmoid()
+    columns = [(first, labels[:, 0]), ((first * second)[90:], labels[90:, 1])]
+    errors = [slow_ece(p.tolist(), y.tolist()) for p, y in columns]
     assert report["ece"] == pytest.approx(errors)
+    assert report["auroc"] == pytest.approx([auroc(p, y) for p, y in columns], abs=1e-2)
+    assert report["brier"] == pytest.approx([((p - y) ** 2).mean().item() for p, y in columns])
     assert report["mean_ece"] == pytest.approx((100 * errors[0] + 10 * errors[1]) / 110)
 
 

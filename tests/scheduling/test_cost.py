@@ -118,7 +118,7 @@ def test_profile_takes_medians_after_warming_up():
 
 def test_profile_measures_real_time():
     table = profile(lambda rows, tokens, context: time.sleep(tokens / 500), widths=(1, 8), repeats=3, warmup=0)
-    assert table.verify_seconds(1) >= 1 / 500 and table.verify_seconds(8) > 3 * table.verify_seconds(1)
+    assert table.verify_seconds(1) >= 1 / 500 and table.verify_seconds(8) >= 8 / 500
 
 
 def test_online_costs_are_usable_before_any_measurement():

@@ -83,6 +83,8 @@ def test_the_gate_never_freezes():
     gate.observe(log_prob, accepted=0 * ones, verified=ones, block=1)
     assert gate.probability(log_prob[:1, 0], 0) < 0.05
     assert torch.linalg.eigvalsh(gate.covariance).min() > 0
+    # Stages never seen stay at their prior however long the others run.
+    assert torch.allclose(gate.covariance.diagonal()[3:], OnlineGate().covariance.diagonal()[3:])
 
 
 @pytest.mark.parametrize("withdraw", [False, True])

@@ -124,8 +124,8 @@ def test_a_drafter_that_loses_costs_at_most_a_few_percent(draft):
 def test_a_drafter_that_wins_is_left_alone():
     machine = Machine(0.2, slow_verify, lambda now: 0.85)
     seconds, lengths = machine.run(3000)
-    assert seconds < 1.03 * machine.always(3000, 6)
-    assert lengths.count(0) <= 3 + 0.01 * len(lengths)
+    assert seconds < 1.05 * machine.always(3000, 6)
+    assert lengths.count(0) <= 4 + 0.02 * len(lengths)
 
 
 def test_a_middling_drafter_is_turned_down_before_it_is_turned_off():
@@ -146,6 +146,41 @@ def test_a_drafter_that_recovers_is_found_again():
     machine = Machine(0.2, slow_verify, lambda now: 0.05 if now < 500 else 0.9)
     _, lengths = machine.run(3000)
     assert sum(length > 0 for length in lengths[-200:]) > 190
+
+
+def test_drafting_is_compared_with_plain_steps_measured_first_and_now_and_then():
+    machine = Machine(0.2, slow_verify, lambda now: 0.9)
+    _, lengths = machine.run(3000)
+    assert lengths[:4] == [0] * 4 and all(lengths[4:68])
+    assert lengths.count(0) == 4 + (len(lengths) - 4) // 65
+    # Four plain steps on a busy machine make a losing drafter look good: it is found out nonetheless.
+    cost = OnlineCost()
+    throttle, lengths = DraftThrottle(6, cost), []
+    for _ in range(4):
+        cost.record_verify(3.0, 1)
+    for _ in range(800):
+        length = throttle.next_length()
+        cost.record_verify(slow_verify(length), 1 + length)
+        if length:
+            cost.record_draft(0.8, length)
+            throttle.observe([0], [length])
+        lengths.append(length)
+    assert all(lengths[:60]) and lengths[-300:].count(0) > 280
+
+
+def test_a_probe_outweighs_a_long_bad_past():
+    cost, lengths = OnlineCost(), []
+    for width in (1, 1, 1, 1, 3, 5, 7):
+        cost.record_verify(slow_verify(width - 1), width)
+    throttle = DraftThrottle(6, cost)
+    for _ in range(200):
+        throttle.observe([0], [6])
+    while len(lengths) < 300:
+        lengths.append(throttle.next_length())
+        if lengths[-1]:
+            throttle.observe([lengths[-1]], [lengths[-1]])
+    first = next(i for i, length in enumerate(lengths) if length)
+    assert lengths[first : first + 64].count(0) == 0
 
 
 def test_lengths_chosen_from_history_are_lossless():
