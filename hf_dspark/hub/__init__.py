@@ -1,5 +1,6 @@
 """Published checkpoints: importers, exporters, cards."""
 
-from .export import export
+from .card import write_card
+from .export import borrow, export
 
-__all__ = ["export"]
+__all__ = ["borrow", "export", "write_card"]

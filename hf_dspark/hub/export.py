@@ -39,6 +39,7 @@ def export(drafter, folder, to: str, target=None, dtype=None, allow_unservable: 
         raise ValueError(f"to={to!r} is no export format: set one of {FORMATS}.")
     layouts = chain_layouts if isinstance(drafter, Eagle3Drafter) else block_layouts
     source = Source(drafter, to, target, allow_unservable)
+    source.refuse_unnamed()
     config, tensors = getattr(layouts, to)(source)
     dtype = dtype or drafter.dtype
     weights = {name: t.detach().to("cpu", dtype if t.is_floating_point() else None) for name, t in tensors.items()}
@@ -52,12 +53,29 @@ def export(drafter, folder, to: str, target=None, dtype=None, allow_unservable: 
     return folder
 
 
+def borrow(drafter, target=None) -> list[str]:
+    """Drop the drafter's own embedding and head where they are copies of the target's, in place; returns their names.
+
+    Published files often carry such copies, which are most of their size.
+    """
+    source, dropped = Source(drafter, "own", target), []
+    for name, flag in (("embed_tokens", "own_embedding"), ("lm_head", "own_head")):
+        if hasattr(drafter, name) and source.is_the_targets(name):
+            delattr(drafter, name)
+            setattr(drafter.config, flag, False)
+            dropped.append(name)
+    return dropped
+
+
 class Source:
     """A drafter and its target, as the layouts look at them."""
 
     def __init__(self, drafter, to, target=None, allow_unservable=False):
         self.drafter, self.config, self.to, self.allow_unservable = drafter, drafter.config, to, allow_unservable
         self.target = target or drafter._bound.get("target")
+
+    def refuse_unnamed(self):
+        """Options that no layout has a key for."""
         config = self.config
         self.refuse_if(config.embed_scale != 1.0, f"embed_scale={config.embed_scale}", "no layout has that key")
         cap = config.final_logit_softcapping
@@ -103,17 +121,22 @@ class Source:
         weight = self._weight(self._need_target("the head").get_output_embeddings(), "head")
         return weight[self.drafter.target_ids().to(weight.device)]
 
+    def is_the_targets(self, name: str) -> bool:
+        """Whether the drafter's own `embed_tokens` or `lm_head` is a copy of the target's (of the drafted rows)."""
+        target = self._need_target(f"a look at the target's {name}")
+        own = getattr(self.drafter, name).weight
+        if name == "embed_tokens":
+            theirs = self._weight(target.get_input_embeddings(), "embedding")[: own.shape[0]]
+        else:
+            theirs = self._weight(target.get_output_embeddings(), "head")
+            theirs = theirs[self.drafter.target_ids().to(theirs.device)]
+        return theirs.shape == own.shape and torch.equal(theirs.to(own), own)
+
     def leave_to_target(self, *names) -> None:
         """Check that leaving out the drafter's own embedding or head loses nothing, as readers take the target's."""
         for name in names:
-            own = getattr(self.drafter, name, None)
-            if own is None:
-                continue
-            target = self._need_target(f"a look at the target's {name}")
-            modules = {"embed_tokens": target.get_input_embeddings, "lm_head": target.get_output_embeddings}
-            theirs = self._weight(modules[name](), name)[: own.weight.shape[0]]
-            same = theirs.shape == own.weight.shape and torch.equal(theirs.to(own.weight), own.weight)
-            self.refuse_if(not same, f"an own {name} that differs from the target's", "its readers always use the target's")
+            lost = hasattr(self.drafter, name) and not self.is_the_targets(name)
+            self.refuse_if(lost, f"an own {name} that differs from the target's", "its readers always use the target's")
 
     def weights(self, their_name) -> dict[str, torch.Tensor]:
         """Everything but embedding, head and vocabulary map, by the layout's names."""

@@ -142,7 +142,7 @@ def _load(checkpoint, names, config, importer, family, load):
     )
     check_complete(checkpoint, plan, config, importer, family)
     weights = {ours: checkpoint.read(name) for ours, name in plan.items()}
-    if load.get("dtype") is None:
+    if load.get("dtype") in (None, "auto"):
         load["dtype"] = weights["fc.weight"].dtype
     if offsets is not None:
         weights["d2t"] = offsets

@@ -1,0 +1,235 @@
+"""A drafter's model card, filled from what its folder and its evaluation recorded."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import yaml
+
+from .checkpoint import Checkpoint
+
+BEGIN = "<!-- hf-dspark card: from here to the end mark is rewritten by `hf-dspark card`; text outside is yours -->"
+END = "<!-- hf-dspark card: end -->"
+FRONT = re.compile(r"\A---\n(.*?)\n---\n?", re.DOTALL)
+FAMILIES = {"none": "DFlash", "domino": "Domino", "markov": "DSpark", "gated": "DSpark", "rnn": "DSpark"}
+UNKNOWN = "not recorded"
+
+
+def write_card(folder, evaluations=(), license: str | None = None) -> Path:
+    """Write `README.md` of a drafter's folder; text outside the two marks and metadata a human set survive.
+
+    Args:
+        folder (`str` or `PathLike`): a drafter in our own format. Its `run.json`, if there, may hold `target`, `license`,
+            `language`, `datasets` (Hub ids), `data` (a sentence), `examples`, `tokens`, `steps`, `hours`, `machine`, `command`,
+            `versions` (a mapping) and `limits` (a list of sentences); a `trainer_state.json` fills in steps and hours.
+        evaluations (sequence of paths): results of `hf-dspark eval`.
+        license (`str`, *optional*): an SPDX id; wins over the record's.
+
+    Raises:
+        ValueError: the folder holds a checkpoint of another format.
+    """
+    folder = Path(folder)
+    checkpoint = Checkpoint.open(folder)
+    config, record = checkpoint.config, read_record(folder)
+    if not config.get("model_type", "").startswith("hf_"):
+        raise ValueError(
+            f"{folder} holds a checkpoint of another format, whose card is its publisher's: convert it first with `hf-dspark "
+            "convert SRC DST --to own`."
+        )
+    results = [json.loads(Path(path).read_text(encoding="utf-8")) for path in evaluations]
+    parameters = sum(math.prod(shape) for shape in checkpoint.shapes.values())
+    size = sum(p.stat().st_size for p in folder.glob("*.safetensors"))
+    path = folder / "README.md"
+    old = path.read_text(encoding="utf-8") if path.exists() else ""
+    facts = describe(config, record, parameters, size)
+    body = "\n\n".join([head(folder.name, facts), usage(facts), measured(results), made(record, facts), limits(record, facts)])
+    path.write_text(merge(old, metadata(facts, record, license), body), encoding="utf-8")
+    return path
+
+
+def read_record(folder: Path) -> dict:
+    """`run.json`, completed from the trainer's state."""
+    path, state_path = folder / "run.json", folder / "trainer_state.json"
+    record = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if state_path.exists():
+        state = json.loads(state_path.read_text(encoding="utf-8"))
+        record.setdefault("steps", state.get("global_step"))
+        seconds = [entry["train_runtime"] for entry in state.get("log_history", ()) if "train_runtime" in entry]
+        if seconds:
+            record.setdefault("hours", sum(seconds) / 3600)
+    return record
+
+
+def describe(config: dict, record: dict, parameters: int, size: int) -> dict:
+    """The few facts every part of the card speaks about."""
+    block = config.get("block_size")
+    drafts = config.get("chain_length") if block is None else block - (not config.get("sample_from_anchor", True))
+    head = config.get("correction_head", "none")
+    thinking = config.get("enable_thinking")
+    return {
+        "family": "EAGLE-3" if config["model_type"] == "hf_eagle3" else FAMILIES[head],
+        "head": head,
+        "target": record.get("target") or config.get("target_name"),
+        "drafts": drafts,
+        "parameters": parameters,
+        "size": size,
+        "layers": config.get("num_hidden_layers"),
+        "vocabulary": (config.get("draft_vocab_size"), config.get("vocab_size")),
+        "confidence": bool(config.get("confidence_head")),
+        "calibrated": bool(config.get("confidence_temperatures")),
+        "thinking": UNKNOWN if thinking is None else "on" if thinking else "off",
+        "template": config.get("template_hash"),
+        "trained_length": config.get("trained_length"),
+        "borrows": [n for n, own in (("embedding", "own_embedding"), ("head", "own_head")) if not config.get(own)],
+    }
+
+
+def head(name: str, facts: dict) -> str:
+    target = facts["target"] or "its target"
+    link = f"[{target}](https://huggingface.co/{target})" if re.fullmatch(r"[\w-]+/[\w.-]+", target) else target
+    length = f"{facts['trained_length']} tokens" if facts["trained_length"] else UNKNOWN
+    article = "An" if facts["family"][0] in "AE" else "A"
+    return f"""# {name}
+
+{article} {facts["family"]} drafter for {link}. It proposes up to {facts["drafts"]} tokens per stage, which the target \
+verifies: what is generated follows the target's own distribution, only sooner.
+
+> **Scope.** Drafts for {target} only (other models and fine-tunes accept less). Thinking in the training data: \
+{facts["thinking"]}. Longest training sequence: {length}. In float32 greedy output equals plain decoding, in bfloat16 up to \
+kernel rounding."""
+
+
+def usage(facts: dict) -> str:
+    target = facts["target"] or "TARGET"
+    return f"""## Use
+
+```bash
+pip install hf-dspark
+```
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from hf_dspark import AutoDrafter
+
+target = AutoModelForCausalLM.from_pretrained("{target}", dtype="auto")
+tokenizer = AutoTokenizer.from_pretrained("{target}")
+drafter = AutoDrafter.from_pretrained("THIS_REPO", target=target, revision="main")  # pin a commit in production
+inputs = tokenizer("Once upon a time", return_tensors="pt")
+print(tokenizer.decode(target.generate(**inputs, assistant_model=drafter, max_new_tokens=64)[0]))
+```"""
+
+
+def measured(results: list[dict]) -> str:
+    """One table per evaluation: tokens per round at each temperature and speed against plain decoding, with the machine."""
+    if not results:
+        return "## Measured\n\nNothing yet: `hf-dspark eval` makes the numbers, and `hf-dspark card --eval` puts them here."
+    return "## Measured\n\n" + "\n\n".join(_table(result) for result in results)
+
+
+def _table(result):
+    run, rows = result["run"], []
+    environment, plan = run.get("environment", {}), run.get("plan", {})
+    temperatures = plan.get("temperatures") or sorted({r["temperature"] for r in result["results"]})
+    methods = [m for m in dict.fromkeys(r["method"] for r in result["results"]) if m != "plain"]
+    found = {(r["set"], r["method"], r["temperature"]): r for r in result["results"]}
+    for source in dict.fromkeys(r["set"] for r in result["results"]):
+        for method in methods:
+            cells = [found.get((source, method, t), {}) for t in temperatures]
+            if any(cells):
+                row = [source, method.replace("own", "this drafter", 1)]
+                row += [text for cell in cells for text in (_number(cell.get("tau")), _speed(cell.get("speedup_over_plain")))]
+                rows.append(row)
+    header = ["prompts", "method"] + [text for t in temperatures for text in (f"tau, T={t:g}", f"x plain, T={t:g}")]
+    lines = [header, ["---", "---", *["---:"] * (len(header) - 2)], *rows]
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    sets = ", ".join(f"{count} of {name}" for name, count in (plan.get("prompts") or {}).get("sets", {}).items())
+    versions = ", ".join(f"{name} {v}" for name, v in (environment.get("versions") or {}).items() if v)
+    where = f"{environment.get('cpu') or environment.get('machine') or UNKNOWN}, {environment.get('threads', '?')} threads"
+    if str(environment.get("device", "")).startswith("cuda"):
+        where = environment.get("machine", UNKNOWN)
+    thinking = {None: "the template's default", True: "on", False: "off"}[plan.get("thinking")]
+    note = f"Measured {result.get('date', '')} on {where}, {environment.get('dtype', '?')}; prompts: {sets or UNKNOWN}, up to "
+    note += f"{plan.get('max_new_tokens', '?')} new tokens, batch 1, thinking {thinking}; {versions}."
+    meaning = "tau: tokens per target forward, bonus token included. x plain: wall-clock ratio to plain decoding of the same "
+    meaning += "prompts, prefill left out, with its 95 % interval."
+    return f"{table}\n\n{meaning}\n\n{note}"
+
+
+def _number(x) -> str:
+    return "-" if x is None else f"{x:.2f}"
+
+
+def _speed(speedup) -> str:
+    return f"{speedup['ratio']:.2f} ({speedup['low']:.2f}-{speedup['high']:.2f})" if speedup else "-"
+
+
+def made(record: dict, facts: dict) -> str:
+    drafted, whole = facts["vocabulary"]
+    correction = {"none": "none", "domino": "Domino's GRU"}.get(facts["head"], f"{facts['head']} (sequential)")
+    rows = {
+        "Data": record.get("data", UNKNOWN),
+        "Examples, tokens": f"{_count(record.get('examples'))}, {_count(record.get('tokens'))}",
+        "Steps, hours": f"{_count(record.get('steps'))}, {_number(record['hours']) if record.get('hours') else UNKNOWN}",
+        "Machine": record.get("machine", UNKNOWN),
+        "Size": f"{facts['parameters'] / 1e6:.1f} M parameters, {facts['size'] / 1e6:.1f} MB, {facts['layers']} layers",
+        "Borrowed from the target": " and ".join(facts["borrows"]) or "nothing",
+        "Drafted vocabulary": f"{_count(drafted)} of {_count(whole)} tokens",
+        "Correction head": correction,
+        "Confidence head": f"yes, {'calibrated' if facts['calibrated'] else 'not calibrated'}" if facts["confidence"] else "no",
+        "Thinking": facts["thinking"],
+        "Chat template": f"hash {facts['template']}" if facts["template"] else UNKNOWN,
+    }
+    if record.get("command"):
+        rows["Command"] = f"`{record['command']}`"
+    if record.get("versions"):
+        rows["Versions"] = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    return "## How it was made\n\n| | |\n|---|---|\n" + "\n".join(f"| {key} | {value} |" for key, value in rows.items())
+
+
+def _count(x) -> str:
+    return UNKNOWN if x is None else f"{x:,}"
+
+
+def limits(record: dict, facts: dict) -> str:
+    lines = [
+        "Speed depends on the machine, the batch and the text; `hf-dspark eval` measures yours.",
+        "Text unlike the training data is accepted less, and so is sampling at high temperature. Neither changes the output.",
+    ]
+    if facts["thinking"] != UNKNOWN:
+        other = "off" if facts["thinking"] == "on" else "on"
+        lines.append(f"Prompts with thinking {other} are accepted less: it was trained with thinking {facts['thinking']}.")
+    if facts["trained_length"]:
+        lines.append(f"Past {facts['trained_length']} tokens it drafts outside what it was trained on.")
+    lines += record.get("limits", [])
+    return "## Limits\n\n" + "\n".join(f"- {line}" for line in lines)
+
+
+def metadata(facts: dict, record: dict, license: str | None) -> dict:
+    """The YAML header's fields, without those nobody recorded."""
+    fields = {
+        "license": license or record.get("license"),
+        "base_model": facts["target"],
+        "library_name": "hf-dspark",
+        "pipeline_tag": "text-generation",
+        "language": record.get("language"),
+        "datasets": record.get("datasets"),
+        "tags": ["speculative-decoding", "drafter", facts["family"].lower()],
+    }
+    return {key: value for key, value in fields.items() if value}
+
+
+def merge(old: str, fields: dict, body: str) -> str:
+    """`old` with the part between the marks replaced (put first where there are none) and `fields` added to its header."""
+    front = FRONT.match(old)
+    theirs = (yaml.safe_load(front[1]) if front else None) or {}
+    rest = old[front.end() :] if front else old
+    fields = {**fields, **{key: value for key, value in theirs.items() if key != "tags"}}
+    fields["tags"] = list(dict.fromkeys([*(theirs.get("tags") or ()), *fields.get("tags", ())]))
+    begin, end = rest.find(BEGIN), rest.find(END)
+    if begin >= 0 and end > begin:
+        before, after = rest[:begin], rest[end + len(END) :]
+    else:
+        before, after = "", f"\n\n{rest.strip()}\n" if rest.strip() else "\n"
+    header = yaml.safe_dump(fields, sort_keys=False, allow_unicode=True)
+    return f"---\n{header}---\n{before or chr(10)}{BEGIN}\n{body}\n{END}{after}"
