@@ -179,6 +179,37 @@ class Scripted:
         return torch.arange(self.config.vocab_size) if draft_ids is None else draft_ids
 
 
+class Twin(Scripted):
+    """Drafts from the target's own law, blurred: what a good drafter does when sampling.
+
+    Args:
+        prompts: those of the call, as `extend` doesn't tell a row's first token. noise: spread of the blur on logits.
+    """
+
+    def __init__(self, target, prompts, noise=0.5, **kwargs):
+        super().__init__(plan=None, vocab=target.config.get_text_config().vocab_size, **kwargs)
+        self.target, self.prompts = target, [p.tolist() for p in prompts]
+        generator = torch.Generator().manual_seed(9)
+        self.blur = noise * torch.randn(16, self.config.vocab_size, generator=generator)
+
+    def start(self, cache, anchor, seed=None, pseudo=None, length=None):
+        if pseudo is not None:
+            cache.advance(pseudo.shape[1])
+        return ScriptedState([[] for _ in anchor], torch.zeros(len(anchor), self.config.max_block, 1))
+
+    def step(self, cache, state, prev):
+        logits = []
+        for row, (tokens, ahead) in enumerate(zip(cache.tokens, state.plans)):
+            if state.k or int(cache.lengths[row]) > len(tokens):
+                ahead.append(int(prev[row]))
+            first = next(p[0] for p in self.prompts if p[1:] == tokens[: len(p) - 1])
+            ids = torch.tensor([[first, *tokens, *ahead]])
+            with torch.no_grad():
+                logits.append(self.target(ids, use_cache=False).logits[0, -1].float() + self.blur[ids.shape[1] % 16])
+        confidence = None if self.confidence is None else torch.full((len(logits),), self.confidence(state.k))
+        return torch.stack(logits), confidence, ScriptedState(state.plans, state.pseudo, state.k + 1)
+
+
 def continuation(sequences, prefix):
     """What the known `sequences` (prompt and text) say after `prefix`, which lacks its first tokens."""
     for s in sequences:

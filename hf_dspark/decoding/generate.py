@@ -3,12 +3,11 @@
 import dataclasses
 
 import torch
-from transformers import GenerationConfig
 from transformers.generation import GenerationMode
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
 from hf_dspark.modeling import SpeculationConfig
-from hf_dspark.verification.probabilities import Scorer
+from hf_dspark.verification.probabilities import DEFAULTS, Scorer
 
 from .cache import from_user_cache
 from .candidates import stock_generate
@@ -19,8 +18,6 @@ from .target import KNOWN_INPUTS, FeatureTap, Target, check_target_model
 
 # Renamed from past_key_values in transformers 5.24; the old name stays readable there.
 CACHE_FIELD = "cache" if "cache" in SpeculativeOutput.__dataclass_fields__ else "past_key_values"
-# transformers fills these in when nobody sets them; a value that equals the default is taken as not set.
-DEFAULTS = getattr(GenerationConfig, "_get_default_generation_params", dict)()
 
 
 def check_call(target, drafter, mode, config, kwargs) -> None:
@@ -87,7 +84,7 @@ def resolve(drafter, config) -> SpeculationConfig:
         ("confidence_threshold", "assistant_confidence_threshold"),
     ):
         value = getattr(config, theirs, None)
-        if value is not None and value != DEFAULTS.get(theirs):
+        if value is not None and value != DEFAULTS.get(theirs):  # a value that equals the default is taken as not set
             changes[ours] = value
     return dataclasses.replace(knobs, **changes) if changes else knobs
 
@@ -220,7 +217,7 @@ def _run(target, drafter, tap, speculation, input_ids, mask, processors, criteri
     )
     stats, recorder = SpeculationStats.empty(rows), Recorder(config, rows)
     keep_cache = bool(config.return_dict_in_generate) or given is not None
-    scorer = Scorer(processors, pads, keep_min_length=config.min_new_tokens is None)
+    scorer = Scorer(processors, pads, [r.prompt for r in requests], keep_min_length=config.min_new_tokens is None)
     auto = speculation.scheduler is not None or speculation.loop_gate == "auto"
     policy = policy_for(drafter, target, speculation) if auto else None
     loop = DecodeLoop(model, drafter, speculation, settings, requests, cache, scorer, recorder, stats, keep_cache, policy)

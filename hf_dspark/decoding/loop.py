@@ -255,9 +255,15 @@ class DecodeLoop:
         """Judge the drafts by target logits [A, L+1, V]; processed scores are kept per row and position if asked for."""
         kept: list[dict] = [{} for _ in self.slots]
 
+        drafted, stop_ids = draft.tokens.tolist(), self.settings.stop_ids
+
         def scores_at(i, rows):
-            prefixes = [self.ids[r : r + 1, : self.slots[r].n + i] for r in rows]
-            scores = self.scorer.target_scores([self.slots[r].row for r in rows], prefixes, logits[rows, i])
+            scores = logits[rows, i].float()
+            # Behind a stop token nothing is decided any more, and processors may not expect to be asked.
+            live = [j for j, r in enumerate(rows) if not i or drafted[r][i - 1] not in stop_ids]
+            if live:
+                prefixes = [self.ids[r : r + 1, : self.slots[r].n + i] for r in (rows[j] for j in live)]
+                scores[live] = self.scorer.target_scores([self.slots[rows[j]].row for j in live], prefixes, scores[live])
             if self.recorder.wants_scores:
                 for r, s in zip(rows, scores):
                     kept[r][i] = s

@@ -200,9 +200,15 @@ class Proposer:
             full = logits.new_full((len(active), self.drafter.config.vocab_size), -torch.inf)
             index = self.drafter.target_ids()
             logits, log_probs = full.index_copy(1, index, logits), full.index_copy(1, index, log_probs)
-        prefixes = [context.ids[r : r + 1, : context.lengths[r] + k] for r in active]
-        rows = [context.rows[r] for r in active]
-        scores = context.scorer.draft_scores(rows, prefixes, logits)
+        scores, live = logits.float(), list(range(len(active)))
+        if not context.scorer.prefix_free:
+            live = [j for j in live if not self._decided(context, active[j], k)]
+        if live:
+            prefixes = [context.ids[r : r + 1, : context.lengths[r] + k] for r in (active[j] for j in live)]
+            rows = [context.rows[active[j]] for j in live]
+            scores = scores.index_copy(
+                0, torch.tensor(live, device=scores.device), context.scorer.draft_scores(rows, prefixes, logits[live])
+            )
         hopeless = ~torch.isfinite(scores).any(-1, keepdim=True)  # nothing allowed is in the drafter's vocabulary
         scores = torch.where(hopeless, logits.float(), scores)
         if context.noise is None:
@@ -212,6 +218,12 @@ class Proposer:
         else:
             tokens, q = context.noise.sample(scores, active, k, "draft"), scores.softmax(-1)
         return tokens, q, log_probs.gather(-1, tokens[:, None])[:, 0]
+
+    @staticmethod
+    def _decided(context: Context, r: int, k: int) -> bool:
+        """Whether draft k of row `r` won't be verified, so that processors aren't asked about a prefix that can't be."""
+        drafted = context.ids[r, context.lengths[r] : context.lengths[r] + k]
+        return k >= context.room[r] or not context.stop_ids.isdisjoint(drafted.tolist())
 
     def _join(self, parts, lengths, stages) -> Draft:
         """Lay the stages of each row side by side; a row without a later stage holds zeros there, beyond its length."""

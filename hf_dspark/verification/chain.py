@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .noise import gumbel, keyed_scores, uniforms
+from .noise import check_possible, gumbel, keyed_scores, uniforms
 
 
 @dataclass
@@ -114,6 +114,7 @@ def verify_ratio(scores_at: Callable, tokens, q: torch.Tensor | None, lengths: l
         alive = [alive[j] for j in live]
         if not alive:
             break
+        check_possible(scores[live])
         p = scores[live].softmax(-1).to(tokens.device)
         x, q_i = tokens[alive, i], None if q is None else q[alive, i]
         hits = (noise.coin(alive, i, p.device) < acceptance(p, q_i, x)).tolist()
@@ -162,6 +163,7 @@ def verify_block(scores_at: Callable, tokens, q: torch.Tensor | None, lengths: l
     for r in rows:
         L = lengths[r]
         scores = torch.stack([per_position[i][r] for i in range(L + 1)])
+        check_possible(scores)
         p, x = scores.softmax(-1).double().to(tokens.device), tokens[r, :L]
         q_r = torch.nn.functional.one_hot(x, p.shape[-1]) if q is None else q[r, :L]
         q_r = q_r.to(p.dtype)

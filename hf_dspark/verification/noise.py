@@ -58,16 +58,21 @@ def gumbel(seed: int, streams, indices, domain: str, size: int, device, rounds=N
     return -torch.log(-torch.log(uniforms(seed, streams, indices, domain, size, device, rounds)))
 
 
+def check_possible(scores: torch.Tensor) -> None:
+    """Raise where processors left a row of `scores` [R, V] without any token to sample."""
+    if not torch.isfinite(scores.max(-1).values).all():
+        raise ValueError(
+            "The logits processors left no token possible (every score of a row is -inf, or one is nan): a sampled token "
+            "needs at least one finite score. Loosen the constraint that forbids everything."
+        )
+
+
 def keyed_scores(scores: torch.Tensor, seed: int, streams, indices, domain: str, rounds=None) -> torch.Tensor:
     """Scores [R, V] (log-probabilities up to a constant) plus keyed Gumbel noise, float32: their argmax is the draw.
 
     Raises:
         ValueError: when a row allows no token at all.
     """
+    check_possible(scores)
     top = scores.double() - scores.max(-1, keepdim=True).values
-    if top.isnan().any():
-        raise ValueError(
-            "The logits processors left no token possible (every score of a row is -inf, or one is nan): a sampled token "
-            "needs at least one finite score. Loosen the constraint that forbids everything."
-        )
     return (top + gumbel(seed, streams, indices, domain, scores.shape[-1], scores.device, rounds)).float()

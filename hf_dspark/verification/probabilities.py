@@ -7,11 +7,13 @@ row's own unpadded prefix, once per position, so they see exactly what batch-1 p
 import copy
 
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as lp
 
 from .noise import keyed_scores
 
+# What transformers fills in where nobody set a value.
+DEFAULTS = getattr(GenerationConfig, "_get_default_generation_params", dict)()
 # Warpers that ignore the prefix: many rows go through in one call.
 PREFIX_FREE = (
     lp.TemperatureLogitsWarper,
@@ -79,27 +81,32 @@ def keyed_processors(generation_config, seed: int, prompt_length: int) -> Logits
     drafter or without, in this library's loop or transformers' own.
 
     Args:
-        generation_config (`GenerationConfig`): read for temperature, top_k, top_p and the other warpers.
+        generation_config (`GenerationConfig`): read for temperature, top_k, top_p and the other warpers. What it leaves open
+            is what `generate(do_sample=True)` would use (`top_k=50`).
         seed (`int`): the key.
         prompt_length (`int`): `input_ids.shape[1]` of the call.
     """
-    c = generation_config
     makers = (
-        (lp.TemperatureLogitsWarper, c.temperature, lambda v: v != 1.0),
-        (getattr(lp, "TopHLogitsWarper", None), getattr(c, "top_h", None), lambda v: True),
-        (lp.TopKLogitsWarper, c.top_k, lambda v: v != 0),
-        (lp.TopPLogitsWarper, c.top_p, lambda v: v < 1.0),
-        (lp.MinPLogitsWarper, c.min_p, lambda v: True),
-        (lp.TypicalLogitsWarper, c.typical_p, lambda v: v < 1.0),
-        (lp.EpsilonLogitsWarper, c.epsilon_cutoff, lambda v: 0.0 < v < 1.0),
-        (lp.EtaLogitsWarper, c.eta_cutoff, lambda v: 0.0 < v < 1.0),
+        ("temperature", lp.TemperatureLogitsWarper, lambda v: v != 1.0),
+        ("top_h", getattr(lp, "TopHLogitsWarper", None), lambda v: True),
+        ("top_k", lp.TopKLogitsWarper, lambda v: v != 0),
+        ("top_p", lp.TopPLogitsWarper, lambda v: v < 1.0),
+        ("min_p", lp.MinPLogitsWarper, lambda v: True),
+        ("typical_p", lp.TypicalLogitsWarper, lambda v: v < 1.0),
+        ("epsilon_cutoff", lp.EpsilonLogitsWarper, lambda v: 0.0 < v < 1.0),
+        ("eta_cutoff", lp.EtaLogitsWarper, lambda v: 0.0 < v < 1.0),
     )
-    warpers = [make(value) for make, value, wanted in makers if value is not None and wanted(value)]
+    warpers = []
+    for name, make, wanted in makers:
+        value = getattr(generation_config, name, None)
+        value = DEFAULTS.get(name) if value is None else value
+        if value is not None and wanted(value):
+            warpers.append(make(value))
     return LogitsProcessorList([*warpers, KeyedNoise(seed, prompt_length)])
 
 
-def for_row(processor: LogitsProcessor, row: int, pads: int, keep_min_length: bool) -> LogitsProcessor:
-    """The processor that batch-1 generation of this row would have: lengths without its `pads`, its own slice of tensors."""
+def for_row(processor: LogitsProcessor, row: int, pads: int, prompt: torch.Tensor, keep_min_length: bool) -> LogitsProcessor:
+    """The processor that batch-1 generation of this row's `prompt` [n] would have: lengths without its `pads`."""
     name = type(processor).__name__
     attribute = LENGTHS.get(name)
     if attribute and pads and not (name == "MinLengthLogitsProcessor" and keep_min_length):
@@ -113,11 +120,9 @@ def for_row(processor: LogitsProcessor, row: int, pads: int, keep_min_length: bo
         processor = lp.PrefixConstrainedLogitsProcessor(lambda _, sent: allowed(row // beams, sent), 1)
     elif isinstance(processor, lp.EncoderRepetitionPenaltyLogitsProcessor):
         processor = copy.copy(processor)
-        processor.encoder_input_ids = processor.encoder_input_ids[row : row + 1, pads:]
+        processor.encoder_input_ids = prompt[None]
     elif isinstance(processor, lp.EncoderNoRepeatNGramLogitsProcessor):
-        processor = copy.copy(processor)
-        processor.generated_ngrams = processor.generated_ngrams[row : row + 1]
-        processor.batch_size = 1
+        processor = lp.EncoderNoRepeatNGramLogitsProcessor(processor.ngram_size, prompt[None])
     elif isinstance(processor, lp.RepetitionPenaltyLogitsProcessor):
         ignored = getattr(processor, "prompt_ignore_length", None)
         if ignored is not None:
@@ -133,10 +138,11 @@ class Scorer:
     Args:
         processors (`LogitsProcessorList`): as `generate` prepared them, for the padded batch.
         pads (`list[int]`): pad columns of each output row.
+        prompts (`list[torch.Tensor]`): each row's prompt [n] without them.
         keep_min_length (`bool`): whether `min_length` counts real tokens (it was not made from `min_new_tokens`).
     """
 
-    def __init__(self, processors, pads: list[int], keep_min_length: bool = False):
+    def __init__(self, processors, pads: list[int], prompts: list[torch.Tensor], keep_min_length: bool = False):
         bad = [type(p).__name__ for p in processors if isinstance(p, STATEFUL)]
         if bad:
             raise ValueError(
@@ -148,9 +154,9 @@ class Scorer:
         self.shared = LogitsProcessorList(processors)
         # The drafter may use any q, so custom processors (which may count their calls) are left out of drafting.
         drafting = [p for p in processors if type(p).__module__ == lp.__name__ or isinstance(p, KeyedNoise)]
-        rows = range(0 if self.prefix_free else len(pads))
-        self.target = [LogitsProcessorList(for_row(p, r, pads[r], keep_min_length) for p in processors) for r in rows]
-        self.draft = [LogitsProcessorList(for_row(p, r, pads[r], keep_min_length) for p in drafting) for r in rows]
+        rows = [] if self.prefix_free else list(zip(range(len(pads)), pads, prompts, strict=True))
+        self.target = [LogitsProcessorList(for_row(p, *row, keep_min_length) for p in processors) for row in rows]
+        self.draft = [LogitsProcessorList(for_row(p, *row, keep_min_length) for p in drafting) for row in rows]
 
     def _apply(self, processors, rows, prefixes, logits):
         scores = logits.float()
