@@ -1,6 +1,7 @@
 """Training drafters: data, losses and `DrafterTrainer`."""
 
 from .arguments import DrafterTrainingArguments
+from .callbacks import DecodeCheck, plot_history
 from .data import BlockCollator, ChatDataset, template_hash
 from .initialization import init_from_drafter, init_from_target, new_drafter
 from .losses import Objective
@@ -9,6 +10,7 @@ from .trainer import DrafterGroup, DrafterTrainer
 __all__ = [
     "BlockCollator",
     "ChatDataset",
+    "DecodeCheck",
     "DrafterGroup",
     "DrafterTrainer",
     "DrafterTrainingArguments",
@@ -16,5 +18,6 @@ __all__ = [
     "init_from_drafter",
     "init_from_target",
     "new_drafter",
+    "plot_history",
     "template_hash",
 ]

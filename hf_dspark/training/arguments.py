@@ -31,6 +31,8 @@ class DrafterTrainingArguments(TrainingArguments):
     feature_cache: str | None = field(default=None, metadata={"help": "Folder for the target's outputs of every example."})
     feature_cache_gb: float = field(default=20.0, metadata={"help": "The cache stops growing there."})
 
+    skip_estimate: bool = field(default=False, metadata={"help": "Don't measure a step to foretell memory and time."})
+
     def __post_init__(self):
         super().__post_init__()
         self.remove_unused_columns = False  # rows carry ids that key their anchors

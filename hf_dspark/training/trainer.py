@@ -1,6 +1,8 @@
 """`DrafterTrainer`: the frozen target inside the step, drafters' losses over whole optimizer steps, metrics that matter."""
 
+import math
 import os
+import time
 from collections import defaultdict
 
 import torch
@@ -116,11 +118,59 @@ class DrafterTrainer(Trainer):
         }
         return FeatureCache(self.args.feature_cache, self.args.feature_cache_gb, facts)
 
+    def estimate(self) -> str:
+        """Memory and time of the run in words; runs one micro-batch forward and backward, and forgets it."""
+        args, parameters = self.args, sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        widest = max(d.config.draft_vocab_size for d in self.named.values())
+        text = self._target.model.config.get_text_config()
+        sizes = {
+            "target": sum(p.nbytes for p in self._target.model.parameters()),
+            "weights, gradients, optimizer": 16 * parameters,
+            "logits": 6 * 4 * args.loss_chunk * widest,
+            "target's states": args.per_device_train_batch_size
+            * min(self.train_dataset.max_length, args.max_length)
+            * (len(self._target.layer_ids) + 1)
+            * text.hidden_size
+            * self._target.model.dtype.itemsize,
+        }
+        examples = [self.train_dataset[i] for i in range(min(args.per_device_train_batch_size, len(self.train_dataset)))]
+        batch = self._prepare_inputs(self.data_collator(examples))
+        mean, seconds = 2 + (args.loop_exposure - 1) / 2, {}
+        for stages in (1, round(mean))[: 2 if args.loop_exposure else 1]:
+            self.model.train()
+            self.stage_override, start = stages, time.perf_counter()
+            with self.compute_loss_context_manager():
+                loss = self.compute_loss(self.model, batch)
+            loss.backward()
+            seconds[stages] = time.perf_counter() - start
+        self.stage_override = None
+        self.model.zero_grad()
+        self.sums["train"].clear()
+        each = seconds[1] * (args.loop_start if args.loop_exposure else 1)
+        each += seconds.get(round(mean), 0) * (1 - args.loop_start)
+        steps = args.max_steps
+        if steps <= 0:
+            batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+            steps = math.ceil(len(self.train_dataset) / batch_size) * args.num_train_epochs
+        listing = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in sizes.items())
+        total = each * steps * args.gradient_accumulation_steps
+        return (
+            f"{parameters / 1e6:.1f} M parameters to train; about {sum(sizes.values()) / 1e9:.2f} GB ({listing}); {steps:.0f} "
+            f"steps of about {each * args.gradient_accumulation_steps:.2f} s, {total / 60:.1f} minutes without evaluation."
+        )
+
+    def train(self, *args, **kwargs):
+        if isinstance(self.train_dataset, ChatDataset) and self.args.process_index == 0 and not self.args.skip_estimate:
+            logger.warning(self.estimate())
+        return super().train(*args, **kwargs)
+
     # ------------------------------------------------------------------ the step
 
     @property
     def stages(self) -> int:
         """Stages of the optimizer step at hand."""
+        if self.stage_override is not None:
+            return self.stage_override
         if not self.model.training:
             return 2 if self.args.loop_exposure else 1
         step = self.state.global_step
