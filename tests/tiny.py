@@ -210,6 +210,50 @@ class Twin(Scripted):
         return torch.stack(logits), confidence, ScriptedState(state.plans, state.pseudo, state.k + 1)
 
 
+class Steered:
+    """A real drafter with its real cache, whose drafts are right as often as told.
+
+    Wants to be shown every round's `context` by a patched `Proposer.propose`, as a drafter itself doesn't know its rows.
+
+    Args:
+        sequences: the rows' texts. accept: right drafts of each row's first, second, ... round (cyclic); or per row.
+    """
+
+    is_hf_drafter = True
+
+    def __init__(self, drafter, sequences, accept):
+        self.drafter, self.sequences = drafter, sequences
+        self.accept = accept if isinstance(accept[0], list) else [accept] * len(sequences)
+        self.speculation, self.last_speculation = SpeculationConfig(), None
+        self.rounds, self.context = [0] * len(sequences), None
+
+    def __getattr__(self, name):
+        return getattr(self.__dict__["drafter"], name)
+
+    def show(self, context):
+        self.context, self.right = context, {}
+        for row, n in zip(context.rows, context.lengths):
+            script = self.accept[row]
+            self.right[row] = n + script[self.rounds[row] % len(script)]
+            self.rounds[row] += 1
+
+    def start(self, cache, anchor, seed=None, pseudo=None, length=None):
+        ahead = 0 if pseudo is None else pseudo.shape[1] if self.drafter.config.fixed_block else 1
+        places, self.plans, left = cache.first + cache.lengths + 1 + ahead, [], list(enumerate(self.context.rows))
+        for n, last in zip(places.tolist(), anchor.tolist()):
+            i, row = next(x for x in left if self.context.ids[x[0], n - 1] == last)
+            left.remove((i, row))
+            text = self.sequences[row]
+            self.plans.append([t if p < self.right[row] else wrong(t) for p, t in enumerate(text) if p >= n])
+        return self.drafter.start(cache, anchor, seed, pseudo, length)
+
+    def step(self, cache, state, prev):
+        k = state.k
+        logits, confidence, state = self.drafter.step(cache, state, prev)
+        tokens = torch.tensor([plan[k] if k < len(plan) else PAD for plan in self.plans])
+        return logits.scatter_add(1, tokens[:, None], torch.full_like(logits[:, :1], 1e4)), confidence, state
+
+
 def continuation(sequences, prefix):
     """What the known `sequences` (prompt and text) say after `prefix`, which lacks its first tokens."""
     for s in sequences:

@@ -1,0 +1,152 @@
+"""After every round both caches hold what a fresh pass over the committed text would put there, row by row."""
+
+import pytest
+import tiny
+import torch
+from tiny import generated
+
+from hf_dspark import SpeculationConfig
+from hf_dspark.decoding.loop import DecodeLoop
+from hf_dspark.drafting.proposer import Proposer
+
+ACCEPT = [0, 3, 7, 1]
+NEW = 24
+DRAFTERS = {
+    "block": lambda target: tiny.make_drafter(target, block_size=7),
+    "block, anchor is no slot": lambda target: tiny.make_drafter(target, block_size=8, sample_from_anchor=False),
+    "sliding block": lambda target: tiny.make_drafter(
+        target, block_size=7, sliding_window=4, layer_types=["sliding_attention", "full_attention"],
+    ),
+    "chain": lambda target: tiny.make_eagle3(target, chain_length=7),
+    "deep chain": lambda target: tiny.make_eagle3(target, chain_length=7, num_hidden_layers=2),
+}  # fmt: skip
+
+
+def fresh_pass(target, drafter, ids):
+    """Target and drafter K/V per layer of `ids` [n], and the features, from one uncached look at everything."""
+    out = target(ids[None], output_hidden_states=True)
+    cache = getattr(out, "cache", None) or out.past_key_values
+    features = torch.cat([out.hidden_states[i + 1] for i in drafter.config.target_layer_ids], -1)
+    return [(layer.keys[0], layer.values[0]) for layer in cache.layers], features
+
+
+def close(stored, expected):
+    for ours, theirs in zip(stored, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-10, rtol=1e-10)
+
+
+def check_row(loop, i):
+    slot, target, drafter = loop.slots[i], loop.target.model, loop.drafter
+    committed = loop.ids[i, : slot.n]
+    keys_values, features = fresh_pass(target, drafter, committed[:-1])
+    assert loop.cache.lengths[i] == slot.n - 1
+    for layer, expected in zip(loop.cache.layers, keys_values, strict=True):
+        stored = (layer.buffer.keys[i, :, : slot.n - 1], layer.buffer.values[i, :, : slot.n - 1])
+        kept = expected[0].shape[1]  # a sliding layer of the fresh cache keeps only its window
+        close([x[:, slot.n - 1 - kept :] for x in stored], expected)
+    draft = loop.proposer.cache
+    assert draft.lengths[i] + draft.first[i] == drafter.expected_length(torch.tensor(slot.n))
+    reference = drafter.new_cache(torch.zeros(1, dtype=torch.long))
+    drafter.extend(reference, features, committed[None, 1:], torch.ones(1, slot.n - 1, dtype=torch.bool))
+    for ours, theirs in zip(draft.layers, reference.layers, strict=True):
+        count = int(draft.lengths[i])
+        span = slice(int(draft.first[i]), int(draft.first[i]) + count)
+        close((ours.keys[i, :, :count], ours.values[i, :, :count]), (theirs.keys[0, :, span], theirs.values[0, :, span]))
+
+
+@pytest.fixture
+def checks(monkeypatch):
+    """Every row is checked after the prefill and after every round, ended rows included; counts the checks."""
+    count, retire = [], DecodeLoop._retire
+
+    def checked(self, commits):
+        with torch.no_grad():
+            for i in range(len(self.slots)):
+                check_row(self, i)
+        count.append(len(self.slots))
+        return retire(self, commits)
+
+    monkeypatch.setattr(DecodeLoop, "_retire", checked)
+    return count
+
+
+@pytest.fixture(autouse=True)
+def shown_to_steered_drafters(monkeypatch):
+    propose = Proposer.propose
+
+    def showing(self, context):
+        if isinstance(self.drafter, tiny.Steered):
+            self.drafter.show(context)
+        return propose(self, context)
+
+    monkeypatch.setattr(Proposer, "propose", showing)
+
+
+@pytest.fixture(scope="module")
+def texts():
+    return {}
+
+
+def case_of(name, texts):
+    case = tiny.load_case(name)
+    if name not in texts:
+        texts[name] = [tiny.plain(case.target, p, max_new_tokens=NEW) for p in case.prompts]
+    return case, texts[name]
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_caches_after_scripted_acceptance(drafter, texts, checks):
+    case, known = case_of("llama", texts)
+    steered = tiny.Steered(DRAFTERS[drafter](case.target), known, ACCEPT)
+    out = case.target.generate(**case.padded(), assistant_model=steered, max_new_tokens=NEW, do_sample=False)
+    assert generated(out, 9, [NEW] * 4) == [text[-NEW:] for text in known]
+    assert steered.last_speculation.accepted_lengths == [[0, 3, 7, 1, 0, 3, 2]] * 4
+    assert checks == [4] * 8  # the prefill and seven rounds
+
+
+@pytest.mark.parametrize("name", ["gemma3", "mistral window", "gpt2", "gpt_neox"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_caches_in_other_targets_and_sides(name, side, texts, checks):
+    case, known = case_of(name, texts)
+    steered = tiny.Steered(DRAFTERS["block"](case.target), known, ACCEPT)
+    case.target.generate(**case.padded(side), assistant_model=steered, max_new_tokens=NEW, do_sample=False)
+    assert steered.last_speculation.accepted_lengths == [[0, 3, 7, 1, 0, 3, 2]] * 4
+
+
+@pytest.mark.parametrize("drafter", ["block", "block, anchor is no slot", "chain"])
+def test_nothing_of_looped_drafting_stays_behind(drafter, texts, checks):
+    case, known = case_of("llama", texts)
+    steered = tiny.Steered(DRAFTERS[drafter](case.target), known, [9, 2, 14, 0])
+    case.target.generate(
+        **case.padded(), assistant_model=steered, max_new_tokens=NEW, do_sample=False,
+        speculation=SpeculationConfig(loop_gate=-1e9, max_draft_stages=2),
+    )  # fmt: skip
+    assert [lengths[:2] for lengths in steered.last_speculation.accepted_lengths] == [[9, 2]] * 4
+    assert set(steered.last_speculation.draft_stages[0][:-1]) == {2}
+
+
+@pytest.mark.parametrize("chunk", [1, 4])
+def test_a_prompt_fed_in_chunks_leaves_the_same_caches(chunk, texts, checks):
+    for drafter in ("block", "deep chain"):
+        case, known = case_of("llama", texts)
+        steered = tiny.Steered(DRAFTERS[drafter](case.target), known, ACCEPT)
+        case.target.generate(
+            **case.padded(), assistant_model=steered, max_new_tokens=12, do_sample=False, prefill_chunk_size=chunk
+        )
+        assert steered.last_speculation.accepted_lengths == [[0, 3, 5]] * 4
+
+
+def test_rows_of_different_speed(texts, checks):
+    case, known = case_of("llama", texts)
+    scripts = [ACCEPT[i:] + ACCEPT[:i] for i in range(4)]
+    steered = tiny.Steered(DRAFTERS["block"](case.target), known, scripts)
+    out = case.target.generate(**case.padded(), assistant_model=steered, max_new_tokens=NEW, do_sample=False)
+    assert generated(out, 9, [NEW] * 4) == [text[-NEW:] for text in known]
+    assert [a[0] for a in steered.last_speculation.accepted_lengths] == ACCEPT
+
+
+def test_an_oracle_wins_every_round_of_a_long_text(llama):
+    text = tiny.plain(llama.target, llama.prompts[0], max_new_tokens=121)
+    drafter = tiny.oracle([text], block=5)
+    llama.target.generate(llama.prompts[0][None], assistant_model=drafter, max_new_tokens=121, do_sample=False)
+    assert drafter.last_speculation.acceptance_lengths == [[6] * 20]
