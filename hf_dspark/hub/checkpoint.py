@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from transformers.utils import cached_file
+from transformers.utils.hub import extract_commit_hash
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 
@@ -25,6 +26,7 @@ class Checkpoint:
     name: str
     fetch: Callable[..., str | None]
     config: dict = field(default_factory=dict)
+    commit: str | None = None
 
     @classmethod
     def open(cls, repo_or_path, subfolder="", **hub) -> "Checkpoint":
@@ -45,7 +47,7 @@ class Checkpoint:
             return path
 
         path = fetch("config.json", required=True)
-        return cls(name, fetch, json.loads(Path(path).read_text(encoding="utf-8")))
+        return cls(name, fetch, json.loads(Path(path).read_text(encoding="utf-8")), extract_commit_hash(path, None))
 
     @cached_property
     def files(self) -> dict[str, "_File"]:

@@ -58,7 +58,7 @@ def detect(name: str, config: dict, tensors: list[str] | None = None) -> str:
         return "domino"
     if projector == "dspark" or arch in ("DSparkDraftModel", "Lfm2DSparkDraftModel"):
         return "specforge"
-    if projector is not None:
+    if projector not in (None, "dflash"):
         refuse(name, f"a drafter with projector_type={projector!r}", f"supported are {SUPPORTED}")
     if model_type == "muse_glimmer_assistant":
         return "muse"

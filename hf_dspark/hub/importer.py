@@ -147,6 +147,7 @@ def _load(checkpoint, names, config, importer, family, load):
     if offsets is not None:
         weights["d2t"] = offsets
     drafter = model_class.from_pretrained(None, config=config, state_dict=weights, **load)
+    drafter.config._name_or_path, drafter.config._commit_hash = checkpoint.name, checkpoint.commit
     if offsets is not None:
         plan["d2t"] = names.get("d2t", names.get("t2d"))
     drafter.sources = {ours: f"{checkpoint.name}: {name}" for ours, name in plan.items()}

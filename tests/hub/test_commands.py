@@ -1,6 +1,7 @@
 """`hf-dspark convert` and `hf-dspark card`, called as a user calls them."""
 
 import json
+import runpy
 
 from golden import ROOT, drafter_folder, edited_drafter, load_drafter
 from typer.testing import CliRunner
@@ -66,3 +67,11 @@ def test_card_is_written_from_the_shell(tmp_path):
     load_drafter("zlab-dflash-b8").save_pretrained(tmp_path)
     done = call("card", tmp_path, "--license", "apache-2.0")
     assert done.exit_code == 0 and "license: apache-2.0" in (tmp_path / "README.md").read_text()
+
+
+def test_the_example_converts_and_drafts(monkeypatch, capsys, tmp_path):
+    example = ROOT.parents[1] / "examples" / "convert_and_serve.py"
+    monkeypatch.setattr("sys.argv", [str(example), "--tiny", "--out", str(tmp_path)])
+    runpy.run_path(str(example), run_name="__main__")
+    text = capsys.readouterr().out
+    assert "Drafting works" in text and text.count("vllm serve") == 2 and "--speculative-algorithm DSPARK" in text

@@ -66,7 +66,11 @@ def test_import_export_import_keeps_tensors_and_meaning(name, to, tmp_path):
     assert_same_meaning(again, original)
 
 
-@pytest.mark.parametrize(("name", "first", "second"), [(n, a, b) for n, a in OPEN for m, b in OPEN if n == m and a != b])
+IN_A_ROW = [("deepspec-dspark-vanilla", a, b) for a in ROUTES["deepspec-dspark-vanilla"] for b in FORMATS[:3] if a != b]
+IN_A_ROW += [("zlab-dflash-b8", "sglang", "speculators"), ("safeailab-eagle3-llama", "sglang", "speculators")]
+
+
+@pytest.mark.parametrize(("name", "first", "second"), IN_A_ROW)
 def test_two_exports_in_a_row_lose_nothing_either(name, first, second, tmp_path):
     original, target = load_drafter(name), load_target(name)
     middle = AutoDrafter.from_pretrained(export(original, tmp_path / "a", first), target=target)

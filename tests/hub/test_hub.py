@@ -6,7 +6,7 @@ from copy import deepcopy
 import pytest
 import torch
 from golden import drafter_folder, load_drafter, load_target
-from hub_server import Hub
+from hub_server import Hub, commit_of
 from huggingface_hub import constants
 
 from hf_dspark.auto import AutoDrafter
@@ -56,6 +56,7 @@ def test_revision_subfolder_and_token_reach_the_hub(hub, tmp_path):
         REPO, target=target, revision="v2", subfolder="inner", token="hf_secret", cache_dir=tmp_path / "cache"
     )
     assert same(drafter, load_drafter("zlab-dflash-b8")) and "Bearer hf_secret" in hub.tokens
+    assert drafter.config.name_or_path == REPO and drafter.config._commit_hash == commit_of(hub.repos[REPO]["v2"])
 
 
 def test_a_wrong_target_is_refused_before_the_weights_are_downloaded(hub, tmp_path):
