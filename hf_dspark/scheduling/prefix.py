@@ -114,8 +114,8 @@ def capacity(
     """Drafts worth verifying over the whole batch: global maximum of the expected rate, no early stop (arXiv
     2607.05147, 5.2).
 
-    Exact only with confidences of an EARLIER round: on the current ones a late candidate would decide about an earlier
-        draft.
+    Exact only with confidences of an EARLIER round: on the current ones a late candidate would decide about a draft
+    before it.
 
     Args:
         old_confidence: `[B, K]` of a finished round.
