@@ -88,8 +88,9 @@ def refuse_unsupported(name: str, config: dict, arch: str, tensors: list[str]) -
     for pattern, why in REFUSED_ARCHITECTURES.items():
         if re.search(pattern, arch):
             refuse(name, f"a {arch}", why)
-    if config.get("model_type", "").startswith("gemma4"):
-        refuse(name, f"a drafter with a {config['model_type']} body", "its layers are Gemma4's")
+    body = config.get("transformer_layer_config") or config
+    if str(body.get("model_type")).startswith("gemma4"):
+        refuse(name, f"a drafter with a {body['model_type']} body", "its layers are Gemma4's")
     if config.get("dspark_noise_token_id") is not None:
         refuse(name, "a DeepSeek-V4 target with an embedded drafter", "the drafter is no checkpoint of its own")
     if config.get("quantization_config") and not config.get("model_type", "").startswith("hf_"):

@@ -63,6 +63,7 @@ def test_nested_algorithm_and_tensors_decide_where_the_usual_keys_are_missing(tm
         ({"speculators_model_type": "eagle3"}, ["mask_hidden"], "mask_hidden.*P-EAGLE"),
         ({"architectures": ["Gemma4DSparkModel"], "model_type": "gemma4_text"}, [], "Gemma4DSparkModel.*sandwich"),
         ({"architectures": ["Qwen3DSparkModel"], "model_type": "gemma4_text"}, [], "gemma4_text body"),
+        ({"speculators_model_type": "dspark", "transformer_layer_config": {"model_type": "gemma4_text"}}, [], "gemma4_text"),
         ({"architectures": ["Gemma4AssistantForCausalLM"]}, [], "keys and values of its own"),
         ({"architectures": ["Qwen35DSparkModel"]}, [], "gated"),
         ({"architectures": ["Qwen3NextMTP"]}, [], "multi-token-prediction"),
@@ -183,6 +184,13 @@ def test_what_the_config_leaves_out_is_read_from_the_tensors(tmp_path):
     silent |= dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size"), ...)
     loaded = edited_config(tmp_path, "deepspec-dspark-rnn", silent)
     assert facts(loaded) == facts(load_drafter("deepspec-dspark-rnn").config)
+
+
+def test_options_inherited_from_the_target_but_not_built_are_ignored(tmp_path):
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25, "mrope_section": [1, 1]}
+    inherited = {"model_type": "qwen3_5_text", "attn_output_gate": True, "rope_parameters": rope, "full_attention_interval": 4}
+    loaded = edited_config(tmp_path, "deepspec-dspark-vanilla", inherited)
+    assert facts(loaded) == facts(load_drafter("deepspec-dspark-vanilla").config)
 
 
 @pytest.mark.parametrize("key", ["block_size", "mask_token_id", "target_layer_ids"])
