@@ -61,7 +61,7 @@ def evaluate(
         thinking=thinking,
         sampling={"top_k": top_k, "top_p": top_p},
     )
-    header = {"environment": environment(model, assistant), "files": {p.name: file_hash(p) for p in prompts}}
+    header = {"target": target, "drafter": drafter, "environment": environment(model, assistant), "files": {p.name: file_hash(p) for p in prompts}}
     partial = out.with_name(out.name + ".partial.jsonl")
     with progress() as bar:
         task = bar.add_task("answers", total=None)
@@ -70,8 +70,8 @@ def evaluate(
     partial.unlink()
     for method, why in result["refused"].items():
         warn([f"{method} was left out: {why}"])
-    for t in plan.temperatures:
-        console.print(results_table([r for r in result["results"] if r["temperature"] == t], t))
+    for group in dict.fromkeys((r["set"], r["temperature"]) for r in result["results"]):
+        console.print(results_table([r for r in result["results"] if (r["set"], r["temperature"]) == group], *group))
     say(f"ms/token: drafting/verifying/rest, prefill left out. Everything measured is in {out}.", "dim")
     if plots is not None:
         from hf_dspark.evaluation.plots import save_all
@@ -93,10 +93,10 @@ def parse_setting(text: str) -> dict:
     return knobs
 
 
-def results_table(results: list[dict], temperature: float):
+def results_table(results: list[dict], name: str, temperature: float):
     """tau with the bonus token (pooled, and as mean over answers), drafts accepted per round, acceptance rate, milliseconds per
     token (draft/verify/rest), speed-ups with their intervals, and the share of answers equal to plain decoding's."""
-    columns = ["set", "method", "tau", "macro", "accepted", "rate", "tok/s", "ms/token", "x plain", "x lookup", "same"]
+    columns = ["method", "tau", "macro", "accepted", "rate", "tok/s", "ms/token", "x plain", "x lookup", "same"]
     rows = []
     for r in results:
         split = "/".join(number(1e3 * s, 1) for s in r["split"].values()) if "split" in r else "-"
@@ -104,8 +104,8 @@ def results_table(results: list[dict], temperature: float):
         ratios = [_ratio(r.get(f"speedup_over_{m}")) for m in ("plain", "lookup")]
         same = f"{r['same_text']:.0%}" if r.get("same_text") is not None else "-"
         speed = number(r["tokens_per_second"], 1)
-        rows.append([r["set"], r["method"], r["tau"], r["tau_macro"], *rates, speed, split, *ratios, same])
-    return table(f"Temperature {temperature:g}", columns, rows)
+        rows.append([r["method"], r["tau"], r["tau_macro"], *rates, speed, split, *ratios, same])
+    return table(f"{name}, temperature {temperature:g}", columns, rows)
 
 
 def _ratio(speedup: dict | None) -> str:

@@ -1,6 +1,7 @@
 """What the commands have in common: loading models, warning about prompts a drafter wasn't trained on, printing."""
 
 import math
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from transformers.utils.logging import disable_progress_bar
 EMBEDDED = "smollm2"  # the target that comes with the demo extra
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
-console = Console(highlight=False)
+console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 
 
 def dtype_of(name: str):
@@ -78,7 +79,7 @@ def warn(lines: Iterable[str]) -> None:
 def table(title: str, columns: Iterable[str], rows: Iterable[Iterable]) -> Table:
     out = Table(title=title, title_justify="left", title_style="bold")
     for i, column in enumerate(columns):
-        out.add_column(column, justify="left" if i == 0 else "right")
+        out.add_column(column, justify="left" if i == 0 else "right", overflow="fold")
     for row in rows:
         out.add_row(*[cell if isinstance(cell, str) else number(cell) for cell in row])
     return out

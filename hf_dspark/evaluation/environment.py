@@ -31,7 +31,6 @@ def environment(target, drafter=None) -> dict:
     if drafter is not None:
         config = drafter.config
         record |= {
-            "drafter": config.name_or_path or type(drafter).__name__,
             "drafter_config": digest(config.to_dict()),
             "drafter_weights": weights_hash(drafter),
             "drafter_revision": getattr(config, "_commit_hash", None),

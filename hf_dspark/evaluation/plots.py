@@ -23,7 +23,7 @@ def conditional_acceptance(results: list[dict]):
         if shares := r.get("conditional_acceptance"):
             axes.plot(range(1, len(shares) + 1), shares, marker="o", label=_label(r))
     axes.set(xlabel="draft position", ylabel="conditional acceptance", ylim=(0, 1))
-    axes.legend()
+    figure.legend(loc="outside upper center", ncols=2, fontsize="small")
     return figure
 
 
@@ -36,7 +36,7 @@ def tau_by_set(results: list[dict]):
         taus = {r["set"]: r["tau"] for r in results if _label(r) == label}
         axes.bar([x + (i + 0.5) * width - 0.4 for x in range(len(sets))], [taus.get(s) or 0 for s in sets], width, label=label)
     axes.set(ylabel="tau (tokens per round)", xticks=range(len(sets)), xticklabels=sets)
-    axes.legend()
+    figure.legend(loc="outside upper center", ncols=2, fontsize="small")
     return figure
 
 
@@ -51,7 +51,7 @@ def time_split(results: list[dict]):
         below = [a + b for a, b in zip(below, heights, strict=True)]
     axes.set(ylabel="ms per token", xticks=range(len(chosen)))
     axes.set_xticklabels([_label(r) for r in chosen], rotation=20, ha="right")
-    axes.legend()
+    figure.legend(loc="outside upper center", ncols=2, fontsize="small")
     return figure
 
 
@@ -62,7 +62,7 @@ def stages(results: list[dict]):
         table = r["by_stages"]
         axes.plot(list(table), [row["token_share"] for row in table.values()], marker="o", label=_label(r))
     axes.set(xlabel="stages of the round", ylabel="share of tokens", ylim=(0, 1))
-    axes.legend()
+    figure.legend(loc="outside upper center", ncols=2, fontsize="small")
     return figure
 
 
@@ -75,7 +75,7 @@ def gate_scores(results: list[dict]):
             scores = [s for s, full in zip(first["scores"], first["full"], strict=True) if bool(full) == wanted]
             axes.hist(scores, bins=30, histtype="step", label=f"{_label(r)}, {name}")
     axes.set(xlabel="summed log-probability of the block", ylabel="blocks")
-    axes.legend()
+    figure.legend(loc="outside upper center", ncols=2, fontsize="small")
     return figure
 
 
@@ -88,7 +88,7 @@ def reliability(before: dict, after: dict | None = None):
             points = [(p, y) for p, y, n in zip(bins["prediction"], bins["label"], bins["count"], strict=True) if n]
             axes.plot(*zip(*points, strict=True), marker="o", label=name)
     axes.set(xlabel="predicted acceptance", ylabel="observed acceptance", xlim=(0, 1), ylim=(0, 1))
-    axes.legend()
+    figure.legend(loc="outside upper center", ncols=2, fontsize="small")
     return figure
 
 

@@ -38,7 +38,7 @@ def test_a_table_a_file_and_plots(world, tmp_path):
     assert run["environment"]["threads"] >= 1 and run["files"]["words.jsonl"] and found["date"]
     assert max(len(r["conditional_acceptance"]) for r in found["results"] if "rounds" in r) == 5
     assert not list(tmp_path.glob("*.partial*")) and len(list((tmp_path / "plots").glob("*.png"))) == 3
-    assert "Temperature 0" in result.output
+    assert "words, temperature 0" in result.output
 
 
 def test_what_cannot_be_run_is_said(world):

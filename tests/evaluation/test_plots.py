@@ -37,7 +37,7 @@ def test_time_is_stacked_in_milliseconds():
 def test_stages_and_gate_scores_are_drawn():
     (line,) = plots.stages(RESULTS).axes[0].lines
     assert list(line.get_ydata()) == [0.25, 0.75]
-    assert [t.get_text() for t in plots.gate_scores(RESULTS).axes[0].get_legend().get_texts()] == [
+    assert [t.get_text() for t in plots.gate_scores(RESULTS).legends[0].get_texts()] == [
         "own, T = 0, whole",
         "own, T = 0, not whole",
     ]
