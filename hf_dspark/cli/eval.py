@@ -61,7 +61,8 @@ def evaluate(
         thinking=thinking,
         sampling={"top_k": top_k, "top_p": top_p},
     )
-    header = {"target": target, "drafter": drafter, "environment": environment(model, assistant), "files": {p.name: file_hash(p) for p in prompts}}
+    header = {"target": target, "drafter": drafter, "files": {p.name: file_hash(p) for p in prompts}}
+    header["environment"] = environment(model, assistant)
     partial = out.with_name(out.name + ".partial.jsonl")
     with progress() as bar:
         task = bar.add_task("answers", total=None)

@@ -1,7 +1,7 @@
 """What every number we report means, each with a worked example.
 
 A response is a list of rounds; the prefill is no round. "Pooled" counts all rounds of all responses alike, "macro" first
-averages within each response. METHODS of the papers differ in exactly these choices, so both are always reported.
+averages within each response. Papers differ in exactly these choices, so both are always reported.
 """
 
 import math

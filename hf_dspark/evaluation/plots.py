@@ -79,8 +79,8 @@ def gate_scores(results: list[dict]):
     return figure
 
 
-def reliability(before: dict, after: dict | None = None):
-    """Predicted and observed acceptance of the first drafts 1..k, all positions together; from `reliability_bins`."""
+def reliability(before: dict | None, after: dict | None = None):
+    """Predicted and observed chance that drafts 1..k are all accepted, all k together; from `reliability_bins`."""
     figure, axes = _figure(4.5, 4.5)
     axes.plot([0, 1], [0, 1], color="grey", linewidth=1)
     for name, bins in (("before", before), ("after", after)):

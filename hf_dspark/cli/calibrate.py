@@ -1,0 +1,105 @@
+"""`hf-dspark calibrate`: a confidence that means what it says."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hf_dspark.evaluation import calibration
+from hf_dspark.evaluation.benchmark import write_json
+from hf_dspark.evaluation.environment import environment, file_hash
+from hf_dspark.evaluation.prompts import read_prompts, render
+
+from .shared import EMBEDDED, console, load_drafter, load_target, number, progress, prompt_warnings, say, table, warn
+
+app = typer.Typer()
+
+
+@app.command()
+def calibrate(
+    drafter: str = typer.Argument(..., help="Hub id or folder of a drafter."),
+    target: str = typer.Option(..., help=f"Hub id or folder of its target; '{EMBEDDED}' is the demo's model."),
+    prompts: Annotated[Path, typer.Option(help="jsonl of prompts that the drafter wasn't trained on.")] = ...,
+    limit: int = typer.Option(None, help="Only the first so many prompts."),
+    max_new_tokens: int = typer.Option(128, help="Longest answer."),
+    temperature: float = typer.Option(1.0, help="Of the answers; confidence heads are trained on 1, 0 is greedy."),
+    batch_size: int = typer.Option(8, help="Prompts answered together."),
+    min_labels: int = typer.Option(500, help="Labels a position needs for a temperature of its own."),
+    out: Annotated[Path, typer.Option(help="Folder for the calibrated drafter; by default DRAFTER's own config.")] = None,
+    report: Annotated[Path, typer.Option(help="JSON with everything measured.")] = None,
+    plot: Annotated[Path, typer.Option(help="PNG of the reliability diagram.")] = None,
+    chat: bool = typer.Option(True, help="Render prompts with the tokenizer's chat template."),
+    thinking: bool = typer.Option(None, help="Passed to the chat template; its own default if neither is given."),
+    seed: int = typer.Option(0, help="Of sampling."),
+    dtype: str = typer.Option("auto", help="auto, float32, bfloat16, float16 or float64."),
+    device: str = typer.Option(None, help="cpu, cuda, mps, ...; the CPU by default."),
+):
+    """Fit a drafter's confidence to what its target really accepts, and store that with the drafter."""
+    in_place = check_place(drafter) if out is None else None
+    model, tokenizer = load_target(target, dtype, device)
+    assistant = load_drafter(drafter, model)
+    warn(prompt_warnings(assistant, tokenizer, chat, thinking))
+    ids = [render(tokenizer, p.turns[0], chat, thinking) for p in read_prompts(prompts, limit)]
+    with progress() as bar:
+        task = bar.add_task("answers", total=len(ids))
+        logs = calibration.collect(
+            model, assistant, ids, max_new_tokens, temperature, batch_size, seed,
+            progress=lambda i, n: bar.update(task, completed=i),
+        )  # fmt: skip
+    found = calibration.fit(assistant, logs, min_labels)
+    calibration.apply(assistant, found)
+    console.print(report_table(found))
+    say(f"{found.rounds} rounds of {len(ids)} answers at temperature {temperature:g}, tau {found.tau:.2f}.")
+    if found.temperatures is not None:
+        say(f"Temperatures: {', '.join(f'{t:.3f}' for t in found.temperatures)}")
+        few = [k + 1 for k, n in enumerate(found.after["count"]) if n < min_labels]
+        if few:
+            warn([f"positions {few} had fewer than {min_labels} labels and keep temperature 1: give more or longer answers."])
+    if in_place is not None:
+        store(in_place, {k: getattr(assistant.config, k) for k in ("confidence_temperatures", "survival_model")})
+    else:
+        assistant.save_pretrained(out)
+    say(f"Stored in {in_place or out / 'config.json'}.")
+    if report is not None:
+        run = {"target": target, "drafter": drafter, "max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
+        run |= {"prompts": len(ids), "prompts_hash": file_hash(prompts), "environment": environment(model, assistant)}
+        write_json({"run": run, **asdict(found)}, report)
+    if plot is not None:
+        from hf_dspark.evaluation.plots import reliability
+
+        reliability(found.reliability.get("before"), found.reliability["after"]).savefig(plot, dpi=150)
+
+
+def check_place(drafter: str) -> Path:
+    """The config of a local folder in our own format, whose weights need not be touched."""
+    path = Path(drafter) / "config.json"
+    if path.exists() and json.loads(path.read_text(encoding="utf-8")).get("model_type", "").startswith("hf_"):
+        return path
+    raise ValueError(
+        f"{drafter} is no local folder in this library's own format, so its config can't be changed in place: add "
+        "--out FOLDER, which gets the calibrated drafter in that format."
+    )
+
+
+def store(path: Path, values: dict) -> None:
+    config = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps(config | values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def report_table(found: calibration.Calibration):
+    """Expected calibration error in percent, AUROC and Brier score of "drafts 1..k are all accepted", by k."""
+    stages = [("before", found.before), ("after", found.after), ("held out", found.held_out)]
+    known = [(name, r) for name, r in stages if r is not None]
+    columns = ["draft", "labels", *(f"ECE % {name}" for name, _ in known), *(f"{m} {known[-1][0]}" for m in ("AUROC", "Brier"))]
+    rows = []
+    for k in range(len(found.after["count"])):
+        rows.append(_row(str(k + 1), found.after["count"][k], [(r["ece"][k], r["auroc"][k], r["brier"][k]) for _, r in known]))
+    means = [tuple(r[f"mean_{m}"] for m in ("ece", "auroc", "brier")) for _, r in known]
+    rows.append(_row("all", sum(found.after["count"]), means))
+    return table("Confidence that drafts 1..k are all accepted", columns, rows)
+
+
+def _row(name: str, count: int, values: list[tuple]) -> list[str]:
+    return [name, str(count), *(number(100 * v[0]) for v in values), number(values[-1][1], 3), number(values[-1][2], 3)]
