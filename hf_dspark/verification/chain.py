@@ -126,6 +126,8 @@ def verify_ratio(scores_at: Callable, tokens, q: torch.Tensor | None, lengths: l
         alive = [r for r, hit in zip(alive, hits) if hit]
         for r in alive:
             accepted[r] += 1
+        if not alive:
+            break
     return Verdict(torch.tensor(accepted), next_token)
 
 
