@@ -1,0 +1,88 @@
+"""The law of whole generate calls, sampled thousands of times: rows of one prompt, each with its own noise."""
+
+import functools
+import itertools
+from collections import Counter
+
+import pytest
+import tiny
+import torch
+from oracles import chi_square
+
+from hf_dspark import SpeculationConfig
+from hf_dspark.verification import chain
+
+V, PROMPT, NEW, LIMIT = 5, [1, 3, 2, 4], 4, 3.72  # a normal score beyond LIMIT has probability 1e-4
+
+
+@functools.cache
+def target():
+    return tiny.make_target(vocab_size=V, num_hidden_layers=2, pad_token_id=0, bos_token_id=1, seed=5, **tiny.GQA)
+
+
+@functools.cache
+def drafter(kind="markov"):
+    if kind == "chain":
+        return tiny.make_eagle3(target(), target_layer_ids=[0, -1], chain_length=3)
+    reduced = dict(draft_vocab_size=3) if kind == "reduced" else {}
+    return tiny.make_drafter(target(), target_layer_ids=[0, -1], num_hidden_layers=1, block_size=3, seed=3, **reduced)
+
+
+@functools.cache
+def law(temperature=1.0, top_k=0):
+    """Exact law of the next NEW tokens."""
+    prefixes = [p for n in range(NEW) for p in itertools.product(range(V), repeat=n)]
+    nexts = {}
+    for n in range(NEW):
+        some = [p for p in prefixes if len(p) == n]
+        with torch.no_grad():
+            logits = target()(torch.tensor([[*PROMPT, *p] for p in some])).logits[:, -1] / temperature
+        if top_k:
+            logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
+        nexts |= dict(zip(some, logits.softmax(-1).tolist()))
+    whole = {(): 1.0}
+    for _ in range(NEW):
+        whole = {(*t, x): w * p for t, w in whole.items() for x, p in enumerate(nexts[t]) if p > 0}
+    return whole
+
+
+def score(rows, verification, kind="markov", temperature=1.0, top_k=0, **knobs):
+    out = target().generate(
+        torch.tensor([PROMPT] * rows), assistant_model=drafter(kind), do_sample=True, max_new_tokens=NEW,
+        temperature=temperature, top_k=top_k, eos_token_id=None,
+        speculation=SpeculationConfig(verification=verification, seed=3, **knobs),
+    )  # fmt: skip
+    assert 0.1 < drafter(kind).last_speculation.acceptance_rate < 0.95
+    return chi_square(Counter(map(tuple, out[:, len(PROMPT) :].tolist())), law(temperature, top_k))
+
+
+@pytest.mark.parametrize(("temperature", "top_k"), [(1.0, 0), (0.5, 2)])
+@pytest.mark.parametrize(("verification", "rows"), [("ratio", 3000), ("block", 1000)])
+def test_samples_follow_the_targets_law(verification, rows, temperature, top_k):
+    assert abs(score(rows, verification, temperature=temperature, top_k=top_k)) < LIMIT
+
+
+@pytest.mark.parametrize("kind", ["reduced", "chain"])
+def test_with_other_drafters_thresholds_and_stages(kind):
+    knobs = dict(confidence_threshold=0.4) if kind == "reduced" else {}
+    assert score(2000, "ratio", kind, loop_gate=-2.0, max_draft_stages=2, **knobs) < LIMIT
+
+
+def test_match_does_too():
+    assert score(2000, "match", temperature=2.0) < LIMIT
+
+
+def test_the_test_sees_a_wrong_residual(monkeypatch):
+    monkeypatch.setattr(chain, "residual", lambda p, q, tokens: p)
+    assert score(3000, "ratio") > LIMIT
+
+
+def test_the_test_sees_a_wrong_block(monkeypatch):
+    right = chain.block_survival
+
+    def wrong(p, q, tokens):
+        survival, thresholds = right(p, q, tokens)
+        return survival, thresholds.sqrt()
+
+    monkeypatch.setattr(chain, "block_survival", wrong)
+    assert score(1000, "block") > LIMIT
