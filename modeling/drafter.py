@@ -1,11 +1,15 @@
 """What every drafter shares: binding to a target, borrowed embedding and head, the vocabulary map, strict loading."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
 
 from .configuration_speculation import SpeculationConfig
+from .packed_blocks import chain_labels
 
 INSTALL = (
     "This drafter needs its decoding library beside it, and only the model files are here: `pip install hf-dspark` "
@@ -43,6 +47,18 @@ def check_target(config, target_config) -> None:
             f"{text.num_hidden_layers} layers has taps 0..{text.num_hidden_layers - 2}: the drafter belongs to a "
             "deeper target."
         )
+
+
+@dataclass
+class DrafterOutput(ModelOutput):
+    """What a training forward gives: `loss` if labels were given, else the states of the first and (if another) last stage.
+
+    `hidden`: per stage [B, N, K, D], final-normed; `first`: per stage [B, N, D], slot 0 where it doesn't draft, or None.
+    """
+
+    loss: torch.Tensor | None = None
+    hidden: tuple | None = None
+    first: tuple | None = None
 
 
 class Drafter(PreTrainedModel):
@@ -192,3 +208,38 @@ class Drafter(PreTrainedModel):
         if draft_ids is None:
             draft_ids = torch.arange(self.config.draft_vocab_size, device=self.device)
         return draft_ids + self.d2t[draft_ids] if hasattr(self, "d2t") else draft_ids
+
+    # ------------------------------------------------------------------ training
+
+    def previous_tokens(self, input_ids, anchors, stage: int) -> torch.Tensor:
+        """[B, N, K] the true tokens before each draft of a stage (from 0): its anchor first."""
+        K = self.config.max_block
+        index = anchors[..., None] + stage * K + torch.arange(K, device=anchors.device)
+        return input_ids.gather(1, index.clamp(0, input_ids.shape[1] - 1).flatten(1)).unflatten(1, index.shape[1:])
+
+    def draft_labels(self, labels: torch.Tensor) -> torch.Tensor:
+        """Draft ids of target ids [...]; -100 stays, and is what an id outside the draft vocabulary becomes."""
+        if not hasattr(self, "d2t"):
+            return labels
+        known = self.target_ids()
+        place = torch.searchsorted(known, labels.clamp(min=0)).clamp(max=len(known) - 1)
+        return torch.where((labels >= 0) & (known[place] == labels), place, -100)
+
+    def _output(self, states, stages: int, input_ids, labels, anchors, position_ids, decay) -> DrafterOutput:
+        """What `forward` returns for the `states` (hidden, first) of the first and the last of `stages`; `decay` [K]."""
+        hidden, first = zip(*states, strict=True)
+        if labels is None:
+            return DrafterOutput(hidden=hidden, first=first if first[0] is not None else None)
+        K, losses = self.config.max_block, []
+        wanted = chain_labels(labels, position_ids, anchors, stages * K).split(K, -1)
+        for s, h, f in zip((0, stages - 1), hidden, first, strict=False):
+            losses.append(self._cross_entropy(h, self.previous_tokens(input_ids, anchors, s), f, wanted[s], decay))
+        return DrafterOutput(loss=torch.stack(losses).mean())
+
+    def _cross_entropy(self, hidden, prev, first, labels, decay):
+        keep = labels[..., 0] != -100
+        _, logits, _ = self.block_logits(hidden[keep], prev[keep], None if first is None else first[keep])
+        labels = self.draft_labels(labels[keep])
+        weight = decay * (labels != -100)
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=-100)
+        return (loss.unflatten(0, labels.shape) * weight).sum() / weight.sum().clamp(min=1e-9)

@@ -4,15 +4,13 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
-from torch.nn import functional as F
-from transformers.utils import ModelOutput
 
 from .configuration_dspark import DSparkConfig
 from .draft_cache import DraftCache
-from .drafter import Drafter
+from .drafter import Drafter, DrafterOutput
 from .heads import build_correction_head, select_memory
 from .layers import DraftLayer, RMSNorm, RotaryEmbedding
-from .packed_blocks import PackedContext, block_places, chain_labels, context_places, dense_anchors, packed_masks
+from .packed_blocks import PackedContext, block_places, context_places, dense_anchors, packed_masks
 
 
 @dataclass
@@ -35,18 +33,6 @@ class BlockState:
         first = None if self.first is None else self.first[rows]
         memory = select_memory(self.memory, rows)
         return BlockState(self.base[rows], self.hidden[rows], self.pseudo[rows], first, memory, self.k)
-
-
-@dataclass
-class DrafterOutput(ModelOutput):
-    """What a training forward gives: `loss` if labels were given, else the states of the first and (if another) last stage.
-
-    `hidden`: per stage [B, N, K, D], final-normed; `first`: per stage [B, N, D], slot 0 where it doesn't draft, or None.
-    """
-
-    loss: torch.Tensor | None = None
-    hidden: tuple | None = None
-    first: tuple | None = None
 
 
 class DSparkDrafter(Drafter):
@@ -180,17 +166,8 @@ class DSparkDrafter(Drafter):
                 raise ValueError("forward() got neither labels nor anchors, so no block is known: pass one of them.")
             anchors = dense_anchors(labels, position_ids)
         states = self._chains(features, input_ids, anchors, position_ids, stages, detach_chain)
-        hidden, first = zip(*(states[:1] if stages == 1 else (states[0], states[-1])), strict=True)
-        if labels is None:
-            return DrafterOutput(hidden=hidden, first=first if first[0] is not None else None)
-        K = self.config.max_block
-        wanted = chain_labels(labels, position_ids, anchors, stages * K).split(K, -1)
-        decay = torch.exp(-torch.arange(K, device=anchors.device) / position_decay)
-        losses = []
-        for s, h, f in zip((0, stages - 1), hidden, first, strict=False):
-            prev = self.previous_tokens(input_ids, anchors, s)
-            losses.append(self._cross_entropy(h, prev, f, wanted[s], decay))
-        return DrafterOutput(loss=torch.stack(losses).mean())
+        decay = torch.exp(-torch.arange(self.config.max_block, device=anchors.device) / position_decay)
+        return self._output(states[:: stages - 1 or 1], stages, input_ids, labels, anchors, position_ids, decay)
 
     def _chains(self, features, input_ids, anchors, position_ids, stages, detach_chain) -> list[tuple]:
         """Final-normed states and slot 0 of stages 1..`stages`: [B, N, K, D] and [B, N, D] or None each."""
@@ -219,28 +196,6 @@ class DSparkDrafter(Drafter):
 
     def _sliding(self, query, key):
         return sliding_rule(self.config, query.index, key.index, query.block_anchor)
-
-    def previous_tokens(self, input_ids, anchors, stage: int) -> torch.Tensor:
-        """[B, N, K] the true tokens before each draft of a stage (from 0): its anchor first."""
-        K = self.config.max_block
-        index = anchors[..., None] + stage * K + torch.arange(K, device=anchors.device)
-        return input_ids.gather(1, index.clamp(0, input_ids.shape[1] - 1).flatten(1)).unflatten(1, index.shape[1:])
-
-    def draft_labels(self, labels: torch.Tensor) -> torch.Tensor:
-        """Draft ids of target ids [...]; -100 stays, and is what an id outside the draft vocabulary becomes."""
-        if not hasattr(self, "d2t"):
-            return labels
-        known = self.target_ids()
-        place = torch.searchsorted(known, labels.clamp(min=0)).clamp(max=len(known) - 1)
-        return torch.where((labels >= 0) & (known[place] == labels), place, -100)
-
-    def _cross_entropy(self, hidden, prev, first, labels, decay):
-        keep = labels[..., 0] != -100
-        _, logits, _ = self.block_logits(hidden[keep], prev[keep], None if first is None else first[keep])
-        labels = self.draft_labels(labels[keep])
-        weight = decay * (labels != -100)
-        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=-100)
-        return (loss.unflatten(0, labels.shape) * weight).sum() / weight.sum().clamp(min=1e-9)
 
     # ------------------------------------------------------------------ decoding protocol
 

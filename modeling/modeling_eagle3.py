@@ -8,8 +8,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .configuration_eagle3 import Eagle3Config
 from .draft_cache import DraftCache, Slots
-from .drafter import Drafter
+from .drafter import Drafter, DrafterOutput
 from .layers import MLP, DraftAttention, DraftLayer, RMSNorm, RotaryEmbedding
+from .packed_blocks import dense_anchors
 
 EXTEND_CHUNK = 512  # slots per pass of `extend`: bounds the mask of a long prompt
 
@@ -100,7 +101,7 @@ class Eagle3Drafter(Drafter):
         if self.config.fc_norm:
             taps = x.chunk(len(self.fc_norm), -1)
             x = torch.cat([norm(tap) for norm, tap in zip(self.fc_norm, taps, strict=True)], -1)
-        return self.fc(x)
+        return self.fc(x).to(self.dtype)  # the residual stream starts here: no bfloat16 under autocast
 
     def backbone(self, hidden, tokens, positions, past, mask) -> torch.Tensor:
         """Outputs [B, T, D], in the form the next slot reads, of slots (`hidden` [B, T, D], `tokens` [B, T]).
@@ -172,8 +173,64 @@ class Eagle3Drafter(Drafter):
 
     # ------------------------------------------------------------------ training
 
-    def unroll(self, features, next_tokens, steps: int, position_ids=None) -> list[torch.Tensor]:
-        """Training-time test: outputs [B, T, D] of each of `steps` steps of the chains that start at every slot.
+    accepts_loss_kwargs = False  # the loss is a mean over this batch's own weights
+
+    def forward(
+        self,
+        features,
+        input_ids,
+        labels=None,
+        anchors=None,
+        position_ids=None,
+        stages: int = 1,
+        detach_chain: bool = False,
+        step_decay: float = 0.8,
+    ) -> DrafterOutput:
+        """The chains of all anchors by training-time test: K = `config.chain_length` steps, the true tokens fed in.
+
+        A further stage is K more steps of the same chain (arXiv 2610.07659); only the outputs of the first and the last
+        stage are returned. Draft k of anchor a is step k of the chain that starts at slot a - 1.
+
+        Args:
+            features (`torch.Tensor`): [B, T, m*Dt], the target's tapped states of `input_ids`.
+            input_ids, labels (`torch.Tensor`): [B, T]; labels not shifted, -100 where not supervised.
+            anchors (`torch.Tensor`, *optional*): [B, N] indices into the row, -1 for none. All possible ones by default.
+            position_ids (`torch.Tensor`, *optional*): [B, T], restarting at 0 with each packed document.
+            stages (`int`), detach_chain (`bool`): length of the chains; whether gradients stop between stages.
+            step_decay (`float`): the loss of draft k (from 0) weighs step_decay^k.
+
+        Returns:
+            [`DrafterOutput`]: with `labels` the cross entropy, averaged over weights, of the labels the draft vocabulary holds
+            (the stages' mean); without them the outputs.
+
+        Raises:
+            ValueError: neither labels nor anchors.
+        """
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+        if anchors is None:
+            if labels is None:
+                raise ValueError("forward() got neither labels nor anchors, so no chain is known: pass one of them.")
+            anchors = dense_anchors(labels, position_ids)
+        anchors, K = self.usable_anchors(anchors, position_ids), self.config.max_block
+        slots = (anchors - 1).clamp(min=0)
+        steps = self.unroll(features, input_ids.roll(-1, 1), stages * K, position_ids, slots, K if detach_chain else None)
+        states = [(torch.stack(steps[s * K : (s + 1) * K], 2), None) for s in sorted({0, stages - 1})]
+        decay = step_decay ** torch.arange(K, device=anchors.device)
+        return self._output(states, stages, input_ids, labels, anchors, position_ids, decay)
+
+    def usable_anchors(self, anchors, position_ids) -> torch.Tensor:
+        """`anchors` [B, N], -1 in place of those that begin a document: no slot predicts a document's second token."""
+        begins = position_ids.gather(1, anchors.clamp(min=0)) == 0
+        return anchors.masked_fill(begins, -1)
+
+    def block_logits(self, hidden, prev, first=None, base=None, detach_confidence=False):
+        """[`DSparkDrafter.block_logits`] of outputs [..., K, D]: base and corrected logits are one, confidence is None."""
+        logits = self.logits(hidden)
+        return logits, logits, None
+
+    def unroll(self, features, next_tokens, steps: int, position_ids=None, slots=None, detach_every=None) -> list[torch.Tensor]:
+        """Training-time test: outputs [B, N, D] of each of `steps` steps of the chains that start at `slots`.
 
         Step j of the chain that starts at slot i reads its own output of step j - 1 and token i + 1 + j. It lies at
         position i + j, sees the real slots <= i and its own steps 1..j, and predicts token i + 2 + j; where that lies
@@ -183,20 +240,31 @@ class Eagle3Drafter(Drafter):
         Args:
             features: [B, T, m*Dt]. next_tokens: [B, T], token i + 1 at i.
             position_ids: [B, T] of the features, restarting at 0 with each packed document.
+            slots: [B, N] indices into the row; all T slots by default. Those that start no chain cost one step only.
+            detach_every (`int`, *optional*): steps after which gradients stop running back into earlier steps.
         """
-        T = next_tokens.shape[1]
-        if position_ids is None:
-            position_ids = torch.arange(T)[None]
-        positions = position_ids.to(self.device)
+        B, T = next_tokens.shape
+        tokens, rows = next_tokens.to(self.device), torch.arange(B, device=self.device)[:, None]
+        slots = torch.arange(T, device=self.device).expand(B, T) if slots is None else slots.to(self.device)
+        positions = (torch.arange(T)[None] if position_ids is None else position_ids).to(self.device).expand(B, T)
         document = (positions == 0).cumsum(1)
-        mask = (document[:, :, None] == document[:, None]).tril()[:, None]
-        own = torch.eye(T, dtype=torch.bool, device=self.device).expand_as(mask)
-        tokens, hidden, past, outputs = next_tokens.to(self.device), self.project(features), ChainKeys({}), []
-        for j in range(steps):
-            hidden = self.backbone(hidden, tokens, positions + j, past, mask)
+        mask, past = (document[:, :, None] == document[:, None]).tril(), ChainKeys({})
+        hidden = self.backbone(self.project(features), tokens, positions, past, mask[:, None])[rows, slots]
+        mask, own, outputs = mask[rows, slots], torch.eye(slots.shape[1], dtype=torch.bool, device=self.device), [hidden]
+        for j in range(1, steps):
+            cut = detach_every and j % detach_every == 0
+            past = ChainKeys(detached_after(T, past.layers) if cut else past.layers)
+            mask = torch.cat([mask, own.expand(B, -1, -1)], -1)
+            hidden = hidden.detach() if cut else hidden
+            hidden = self.backbone(hidden, tokens[rows, (slots + j) % T], positions[rows, slots] + j, past, mask[:, None])
             outputs.append(hidden)
-            tokens, past, mask = tokens.roll(-1, 1), ChainKeys(past.layers), torch.cat([mask, own], -1)
         return outputs
+
+
+def detached_after(count: int, keys_values: dict[int, tuple]) -> dict[int, tuple]:
+    """Keys and values per layer, the same but without gradient for all but the first `count` slots."""
+    halves = {i: [(x[:, :, :count], x[:, :, count:].detach()) for x in pair] for i, pair in keys_values.items()}
+    return {i: tuple(torch.cat(x, 2) for x in pair) for i, pair in halves.items()}
 
 
 def causal_mask(slots: Slots, device) -> torch.Tensor | None:

@@ -3,7 +3,7 @@
 from .arguments import DrafterTrainingArguments
 from .callbacks import DecodeCheck, plot_history
 from .data import BlockCollator, ChatDataset, template_hash
-from .initialization import init_from_drafter, init_from_target, new_drafter
+from .initialization import init_from_drafter, init_from_target, new_drafter, new_eagle3
 from .losses import Objective
 from .trainer import DrafterGroup, DrafterTrainer
 
@@ -18,6 +18,7 @@ __all__ = [
     "init_from_drafter",
     "init_from_target",
     "new_drafter",
+    "new_eagle3",
     "plot_history",
     "template_hash",
 ]

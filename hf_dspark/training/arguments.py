@@ -1,15 +1,20 @@
 """Training arguments of drafters, on top of transformers' own."""
 
+import math
 from dataclasses import dataclass, field
 
 from transformers import TrainingArguments
 
+from ..modeling import Eagle3Drafter
 from .losses import Objective
 
 
 @dataclass
 class DrafterTrainingArguments(TrainingArguments):
-    """`TrainingArguments` and what is particular to block drafters; see [`Objective`] for the loss.
+    """`TrainingArguments` and what is particular to drafters; see [`Objective`] for the loss of blocks.
+
+    [`Eagle3Drafter`] is trained by training-time test whatever the weights say: forward KL to the target's distribution (its
+    soft cross entropy up to a constant), draft k weighing step_decay^k (EAGLE-3, arXiv 2503.01840, section 3.2).
 
     `loop_exposure=N` turns on loop-aware training from `loop_start` (a share of all steps) on: chains of S stages with
     S - 1 ~ U{1..N}, one S per optimizer step, half the loss on the first and half on the last stage (DLoop, section 4).
@@ -23,6 +28,8 @@ class DrafterTrainingArguments(TrainingArguments):
     confidence_weight: float = field(default=1.0, metadata={"help": "Weight of the confidence head's loss."})
     kl_until: float = field(default=0.75, metadata={"help": "Share of the run over which KL turns into TV; 0: TV at once."})
     position_decay: float | None = field(default=4.0, metadata={"help": "Draft k weighs exp(-k / position_decay)."})
+    step_decay: float = field(default=0.8, metadata={"help": "For EAGLE-3: draft k weighs step_decay ** k."})
+    base_until: float = field(default=1.0, metadata={"help": "For Domino: share of the run over which the base's loss fades."})
     detach_confidence: bool = field(default=True, metadata={"help": "The confidence loss trains its head only."})
     loop_exposure: int = field(default=0, metadata={"help": "N of loop-aware training, 3 is typical, 0 is off."})
     loop_start: float = field(default=0.0, metadata={"help": "Share of the run before loop-aware training begins."})
@@ -40,7 +47,10 @@ class DrafterTrainingArguments(TrainingArguments):
         self.ddp_find_unused_parameters = False
         self.label_names = ["labels"]
 
-    def objective(self) -> Objective:
+    def objective(self, drafter) -> Objective:
+        """What is minimised for `drafter`, by its family."""
+        if isinstance(drafter, Eagle3Drafter):
+            return Objective(ce=0.0, distill=1.0, confidence=0.0, kl_until=math.inf, decay=-1 / math.log(self.step_decay))
         return Objective(
             ce=self.ce_weight,
             distill=self.distill_weight,
@@ -48,4 +58,5 @@ class DrafterTrainingArguments(TrainingArguments):
             kl_until=self.kl_until,
             decay=self.position_decay,
             detach_confidence=self.detach_confidence,
+            base_until=self.base_until if drafter.config.correction_head == "domino" else 0.0,
         )

@@ -3,7 +3,7 @@
 import torch
 
 from ..decoding.target import decoder_layers
-from ..modeling import DSparkConfig, DSparkDrafter
+from ..modeling import DSparkConfig, DSparkDrafter, Eagle3Config, Eagle3Drafter
 
 
 def default_layer_ids(num_layers: int, count: int = 5) -> list[int]:
@@ -23,8 +23,18 @@ def new_drafter(target, mask_token_id: int, draft_ids: torch.Tensor | None = Non
         draft_ids (`torch.Tensor`, *optional*): [Vd] ascending target ids of a reduced vocabulary.
         options: fields of [`DSparkConfig`], over the defaults.
     """
+    fields = {**_sizes(target, draft_ids), "mask_token_id": mask_token_id, **options}
+    return _bound(DSparkDrafter(DSparkConfig(**fields)), target, draft_ids)
+
+
+def new_eagle3(target, draft_ids: torch.Tensor | None = None, **options) -> Eagle3Drafter:
+    """[`new_drafter`] for an [`Eagle3Drafter`]: `options` are fields of [`Eagle3Config`], `chain_length` the steps trained."""
+    return _bound(Eagle3Drafter(Eagle3Config(**{**_sizes(target, draft_ids), **options})), target, draft_ids)
+
+
+def _sizes(target, draft_ids) -> dict:
     text = target.config.get_text_config()
-    fields = {
+    return {
         "vocab_size": text.vocab_size,
         "draft_vocab_size": None if draft_ids is None else len(draft_ids),
         "hidden_size": text.hidden_size,
@@ -38,10 +48,11 @@ def new_drafter(target, mask_token_id: int, draft_ids: torch.Tensor | None = Non
         "final_logit_softcapping": getattr(text, "final_logit_softcapping", None),
         "target_layer_ids": default_layer_ids(text.num_hidden_layers),
         "num_target_layers": text.num_hidden_layers,
-        "mask_token_id": mask_token_id,
         "target_name": target.config._name_or_path or None,
     }
-    drafter = DSparkDrafter(DSparkConfig(**{**fields, **options}))
+
+
+def _bound(drafter, target, draft_ids):
     if draft_ids is not None:
         drafter.d2t.copy_(draft_ids - torch.arange(len(draft_ids)))
     if target.dtype == torch.float64:

@@ -1,4 +1,4 @@
-"""The losses of block drafters, as sums and counts: whoever knows all micro-batches and processes divides."""
+"""The losses of drafted blocks and chains, as sums and counts: whoever knows all micro-batches and processes divides."""
 
 from dataclasses import dataclass
 
@@ -16,6 +16,9 @@ class Objective:
     CE is that of the true token, KL = sum p log(p/q) over the draft vocabulary, TV = |q - p|_1 over the target's (0..2).
     r runs from 0 to 1 over the first `kl_until` of the training: forward KL learns fast while q is far from p, TV is what
     acceptance is. `kl_until=0` is TV from the start, as published. The confidence is trained on 1 - TV / 2.
+
+    With `base_until > 0` all but the confidence's term is (1 - b) times that of the corrected logits plus b times that of
+    the base logits, b falling from 1 to 0 over the first `base_until` of the training (Domino, arXiv 2605.29707).
     """
 
     ce: float = 0.1
@@ -24,10 +27,20 @@ class Objective:
     kl_until: float = 0.75
     decay: float | None = 4.0
     detach_confidence: bool = True
+    base_until: float = 0.0
 
     def tv_share(self, progress: float) -> float:
         """r after `progress` (0..1) of the training."""
         return min(1.0, progress / self.kl_until) if self.kl_until > 0 else 1.0
+
+    def base_share(self, progress: float) -> float:
+        """b after `progress` of the training."""
+        return max(0.0, 1 - progress / self.base_until) if self.base_until > 0 else 0.0
+
+    def combine(self, ce, kl, tv, progress: float) -> torch.Tensor:
+        """The terms without the confidence's."""
+        r = self.tv_share(progress)
+        return self.ce * ce + self.distill * ((1 - r) * kl + r * tv)
 
 
 @dataclass
@@ -70,7 +83,7 @@ def block_losses(drafter, target_logits, blocks: Blocks, objective: Objective, p
     """
 
     def sums(part: Blocks):
-        return _chunk_losses(drafter, target_logits, part, objective, objective.tv_share(progress))
+        return _chunk_losses(drafter, target_logits, part, objective, progress)
 
     parts = blocks.split(chunk)
     if len(parts) == 1:
@@ -119,16 +132,19 @@ class Divergences(torch.autograd.Function):
         return grad, None, None, None
 
 
-def _chunk_losses(drafter, target_logits, blocks, objective, share):
-    _, logits, confidence = drafter.block_logits(
+def _chunk_losses(drafter, target_logits, blocks, objective, progress):
+    base, logits, confidence = drafter.block_logits(
         blocks.hidden, blocks.prev, blocks.first, detach_confidence=objective.detach_confidence
     )
     weight = block_weights(blocks.labels, objective.decay).to(logits.dtype)
     with torch.no_grad():
         theirs = target_logits(blocks.target_hidden).to(logits.dtype)
     labels = drafter.draft_labels(blocks.labels)
-    ce, kl, tv = Divergences.apply(logits, theirs, blocks.log_normalizer.to(logits.dtype), labels)
-    loss = objective.ce * ce + objective.distill * ((1 - share) * kl + share * tv)
+    aim = theirs, blocks.log_normalizer.to(logits.dtype), labels
+    ce, kl, tv = Divergences.apply(logits, *aim)
+    loss = objective.combine(ce, kl, tv, progress)
+    if b := objective.base_share(progress):
+        loss = (1 - b) * loss + b * objective.combine(*Divergences.apply(base, *aim), progress)
 
     accept = (1 - tv.detach() / 2).clamp(0, 1)
     bce = torch.zeros_like(accept)

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback
 from transformers.utils import logging
 
+from ..modeling import Eagle3Drafter
 from ..modeling.packed_blocks import chain_labels
 from .anchors import block_weights, draw_stages
 from .arguments import DrafterTrainingArguments
@@ -52,9 +53,10 @@ class _SetEpoch(TrainerCallback):
 
 
 class DrafterTrainer(Trainer):
-    """Trains a [`DSparkDrafter`] (any correction head), or several in a dict, against a frozen target.
+    """Trains a [`DSparkDrafter`] (any correction head) or an [`Eagle3Drafter`], or several in a dict, against a frozen target.
 
-    A step runs the target without gradient, all blocks of all stages in one packed forward each, and the losses in chunks.
+    A step runs the target without gradient, all blocks of all stages in one packed forward each (for EAGLE-3 the chains of
+    the same anchors, step by step), and the losses in chunks.
     Losses are sums, divided by the weights of the whole optimizer step over micro-batches and processes, so how a batch is
     cut up changes nothing. Beside transformers' own, the log has per draft position "accept_rate@k" and "tau", the tokens a
     round would emit (bonus included), teacher-forced at temperature 1; "greedy_tau" the same for argmax drafts; and for
@@ -190,13 +192,15 @@ class DrafterTrainer(Trainer):
         out = []
         for drafter in self.named.values():
             labels = self._labels(drafter, batch, self.stages)
-            decay = self.args.position_decay
+            decay = self.args.objective(drafter).decay
             out.append(torch.stack([block_weights(labels[s], decay).sum() for s in (0, -1)]))
         return torch.stack(out)
 
     def _labels(self, drafter, batch, stages):
-        K = drafter.config.max_block
-        return chain_labels(batch["labels"], batch["position_ids"], batch["anchors"], stages * K).split(K, -1)
+        K, anchors = drafter.config.max_block, batch["anchors"]
+        if isinstance(drafter, Eagle3Drafter):
+            anchors = drafter.usable_anchors(anchors, batch["position_ids"])
+        return chain_labels(batch["labels"], batch["position_ids"], anchors, stages * K).split(K, -1)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """The share of this micro-batch in the loss of its optimizer step, times the number of processes."""
@@ -217,7 +221,7 @@ class DrafterTrainer(Trainer):
                     drafter,
                     self._target.logits_of(drafter),
                     blocks,
-                    self.args.objective(),
+                    self.args.objective(drafter),
                     progress,
                     max(1, self.args.loss_chunk // drafter.config.max_block),
                 )

@@ -3,7 +3,7 @@
 import sys
 
 import torch
-from tiny import make_drafter, make_target
+from tiny import make_drafter, make_eagle3, make_target
 
 from hf_dspark.training import ChatDataset, DrafterTrainer, DrafterTrainingArguments
 
@@ -26,12 +26,23 @@ def make_trainer(folder, model=None, target=None, dataset=None, **changes):
     return DrafterTrainer(model, arguments, target, ChatDataset(rows()) if dataset is None else dataset)
 
 
+def recursive_and_domino(target):
+    """Drafters whose training differs from that of the others, to be trained side by side."""
+    domino = dict(correction_head="domino", gru_hidden_size=7, correction_size=9, pure_draft_prefix_len=1)
+    return {
+        "eagle3": make_eagle3(target, chain_length=3, draft_vocab_size=40),
+        "domino": make_drafter(target, block_size=3, num_hidden_layers=1, confidence_head=False, **domino),
+    }
+
+
 def weights(trainer):
     return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
 
 
 if __name__ == "__main__":  # one of several processes: train, and let the first one save what came out
-    trainer = make_trainer(sys.argv[1], per_device_train_batch_size=2)
+    target = make_target()
+    model = recursive_and_domino(target) if "recursive" in sys.argv else None
+    trainer = make_trainer(sys.argv[1], model, target, per_device_train_batch_size=2)
     trainer.train()
     if trainer.args.process_index == 0:
         torch.save((weights(trainer), [e["loss"] for e in trainer.state.log_history if "loss" in e]), sys.argv[2])
