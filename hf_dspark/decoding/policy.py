@@ -5,14 +5,16 @@ on timings, so under `ratio` and `block` the tokens (not their distribution) dif
 """
 
 import os
+from collections import Counter, deque
 from pathlib import Path
+from statistics import median
 from weakref import WeakKeyDictionary
 
 import torch
 
 from hf_dspark.drafting.proposer import Draft
-from hf_dspark.scheduling.cost import GENERIC, CostTable, OnlineCost, machine_key
-from hf_dspark.scheduling.gate import OnlineGate, break_even
+from hf_dspark.scheduling.cost import GENERIC, CostTable, LatencyCurve, OnlineCost, machine_key
+from hf_dspark.scheduling.gate import OnlineGate
 from hf_dspark.scheduling.headless import predict_confidence, step_features
 from hf_dspark.scheduling.prefix import algorithm1
 from hf_dspark.scheduling.throttle import DraftThrottle
@@ -30,18 +32,22 @@ class StaticGate:
 
 
 class AutoGate:
-    """The break-even gate: another stage where what it saves, at the measured costs and the chance that every draft so far is
-    accepted, is more than what it costs. The rows of a batch share the stage's time, so they decide together."""
+    """Another stage where the tokens it is expected to add are worth more than the time it takes.
+
+    A stage adds its own `a` accepted drafts if everything before it is accepted (chance f); the bonus token comes in any
+    case. With t seconds per token it pays iff f a t >= T_d + dT, its draft time and what it adds to the verification. f is
+    learnt from the stages' summed log-probabilities, `a` by stage, t and the costs are measured. (The break-even point of
+    [`scheduling.break_even`] is the case where every stage is accepted like a first one: then a t = T_d + T_v - t. Measured
+    by replay that loops too little in easy text, and too much where later stages are poor.) The rows of a batch share the
+    stage's time, so they decide together.
+    """
 
     def __init__(self, policy: "Policy"):
         self.policy = policy
+        policy.loops = True
 
     def __call__(self, scores: list[list[float]], rows: int) -> list[bool]:
-        stage = len(scores[0])
-        needed = self.policy.break_even(stage)
-        chance = self.policy.chances(torch.tensor(scores))
-        go = chance >= needed
-        return go.tolist() if float(chance[go].sum()) >= needed * rows else [False] * len(scores)
+        return [self.policy.another_stage(scores)] * len(scores)
 
 
 class Policy:
@@ -52,22 +58,34 @@ class Policy:
         recursive: drafting takes a forward per draft (EAGLE-3) and not one per block.
     """
 
+    PLAIN_STEPS = 2  # at every new batch size, since what drafting is compared with grows with it
+    FADE = 0.98  # of stages' acceptance and of the time per token, per round
+    WEIGHT = 4.0  # observations that the stage before counts for
+    PROBING, PROBED = 0.01, 0.5  # share of the time spent on stages that seem not to pay, at what chance
+
     def __init__(self, block: int, max_stages: int, prior: CostTable | None = None, recursive: bool = False):
-        self.block = block
+        self.block, self.loops = block, False
         self.cost = OnlineCost(prior or GENERIC, recursive=recursive)
         self.throttle = DraftThrottle(block, self.cost)
         self.gate = OnlineGate(max_stages)
-        self.tokens_per_round, self.rounds, self.plain_rounds = 1.0, 0, 0
+        self.rounds = self.plain_rounds = self.looped_rounds = 0
         self.rows, self.context = 1, 0.0
+        self._plain: Counter[int] = Counter()  # plain steps by number of rows
+        self._reached, self._accepted = [0.0] * max_stages, [0.0] * max_stages  # by stage: how often, drafts of it accepted
+        self._seconds = self._tokens = self._savings = 0.0
+        self._single, self._further = 0, deque(maxlen=32)  # times of later stages, in first ones
 
     def begin(self, rows: int, context: float) -> None:
         """A round of `rows` active rows with `context` tokens on average."""
         self.rows, self.context = rows, context
         self.rounds += 1
 
+    # ------------------------------------------------------------------ decisions
+
     def plan(self) -> int:
         """Drafts per row for the coming round; 0 is a plain step."""
-        planned = self.throttle.next_length(self.rows, self.context)
+        near = sum(n for rows, n in self._plain.items() if rows <= 1.5 * self.rows and self.rows <= 1.5 * rows)
+        planned = self.throttle.next_length(self.rows, self.context) if near >= self.PLAIN_STEPS else 0
         self.plain_rounds += planned == 0
         return planned
 
@@ -78,47 +96,109 @@ class Policy:
         """
         if draft.confidence is None or not draft.tokens.shape[1]:
             return draft.lengths
-        curve = self.cost.curve(self.rows, self.context, drafts=self.block).isotonic()
-        lengths = algorithm1(draft.confidence, curve, torch.tensor(draft.lengths), padded=True)
+        lengths = algorithm1(draft.confidence, self._curve(), torch.tensor(draft.lengths), padded=True)
         return [min(a, b) for a, b in zip(draft.lengths, lengths.tolist())]
 
-    def chances(self, scores: torch.Tensor) -> torch.Tensor:
-        """Chance [R] that every draft so far is accepted, from stage scores [R, S]."""
-        return self.gate.chain_probability(scores)
+    def another_stage(self, scores: list[list[float]]) -> bool:
+        """Whether rows with these stage `scores` [R][S] draft one more, see [`AutoGate`].
+
+        What is measured only while looping could keep looping off for ever, so now and then a stage is drafted all the same.
+        """
+        stage = len(scores[0])
+        chance = float(self.gate.chain_probability(torch.tensor(scores)).sum())
+        if chance >= self.break_even(stage):
+            return True
+        price = self._price(stage)
+        if self._savings < price or chance < self.PROBED * len(scores):
+            return False
+        self._savings -= price
+        return True
 
     def break_even(self, stage: int) -> float:
-        """The chance from which on one more stage pays, after `stage` stages."""
-        rows, K = self.rows, self.block
-        tokens = rows * (1 + stage * K)
-        verify = self.cost.verify_seconds(tokens, rows, self.context)
-        more = self.cost.verify_seconds(tokens + rows * K, rows, self.context) - verify
-        draft = self.cost.draft_seconds(rows, self.context, K)
-        return break_even(draft, verify, more, (draft + verify) / self.tokens_per_round)
+        """Rows whose drafts so far must be expected to be accepted, for one more stage after `stage` to pay."""
+        return self._price(stage) / (self._next_accepted(stage) * self._seconds_per_token())
+
+    def _price(self, stage: int) -> float:
+        """Seconds that one more stage takes, drafted and verified."""
+        curve, tokens = self._curve(), self.rows * (1 + stage * self.block)
+        return self._stage_seconds(1) + curve(tokens + self.rows * self.block) - curve(tokens)
+
+    def _next_accepted(self, stage: int) -> float:
+        """Drafts of stage `stage` (from 0) that are accepted if all before it were."""
+        mean, weight = 0.35 * self.block, 0.5
+        for reached, accepted in zip(self._reached[: stage + 1], self._accepted):
+            mean = (accepted + weight * mean) / (reached + weight)
+            weight = self.WEIGHT
+        return mean
+
+    def _seconds_per_token(self) -> float:
+        if self._tokens:
+            return self._seconds / self._tokens
+        return self._curve()(self.rows * (1 + self.block)) / self.rows / (1 + self._next_accepted(0))
+
+    def _curve(self) -> LatencyCurve:
+        """Seconds of a round of one stage by the tokens verified."""
+        return self.cost.curve(self.rows, self.context, drafts=self.block).isotonic()
+
+    def _stage_seconds(self, later: int) -> float:
+        """Of `later` stages after the first."""
+        ratio = median(self._further) if self._further else 1.0
+        return later * ratio * self.cost.draft_seconds(self.rows, self.context, self.block)
+
+    # ------------------------------------------------------------------ measurements
 
     def observe(self, draft: Draft, verified: list[int], accepted: list[int], fed: int, draft_seconds, verify_seconds) -> None:
         """Learn from a round: `verified`, `accepted` [A] drafts; the target was fed `fed` tokens per row."""
-        rows, stages = self.rows, max(draft.stages, default=1)
-        self.cost.record_verify(verify_seconds, rows * fed, rows, self.context)
-        if not draft.tokens.shape[1]:
-            return
-        self.cost.record_draft(draft_seconds / stages, min(draft.tokens.shape[1], self.block), rows, self.context)
-        self.throttle.observe(accepted, verified)
-        mean = 1 + sum(accepted) / len(accepted)
-        self.tokens_per_round += max(0.05, 1 / self.rounds) * (mean - self.tokens_per_round)
-        scores = stage_scores(draft, self.block)
+        drafted, stages = draft.tokens.shape[1], max(draft.stages, default=1)
+        self.cost.record_verify(verify_seconds, self.rows * fed, self.rows, self.context)
+        if not drafted:
+            self._plain[self.rows] += 1
+        else:
+            self._observe_draft_time(draft_seconds, stages, min(drafted, self.block))
+            self.throttle.observe(accepted, verified)
+            self.looped_rounds += stages > 1
+        if self.loops:
+            self._observe_stages(draft, verified, accepted, stages, fed)
+
+    def _observe_draft_time(self, seconds: float, stages: int, drafts: int) -> None:
+        """A later stage extends no context from the target, so it has a time of its own."""
+        first = self.cost.draft_seconds(self.rows, self.context, self.block)
+        self._single += stages == 1
+        if stages == 1 or self._single < 4:
+            self.cost.record_draft(seconds / stages, drafts, self.rows, self.context)
+        else:
+            self._further.append(max(seconds - first, 0.0) / (stages - 1) / first)
+
+    def _observe_stages(self, draft, verified, accepted, stages, fed) -> None:
+        seconds = self._stage_seconds(stages - 1) + self._curve()(self.rows * fed)
+        self._seconds = self.FADE * self._seconds + seconds
+        self._tokens = self.FADE * self._tokens + sum(accepted) + len(accepted)
+        self._savings += self.PROBING * seconds
+        K = self.block
+        for s in range(len(self._reached)):
+            mine = [min(a - s * K, K) for a, n in zip(accepted, verified) if n >= (s + 1) * K and a >= s * K]
+            self._reached[s] = self.FADE * self._reached[s] + len(mine)
+            self._accepted[s] = self.FADE * self._accepted[s] + sum(mine)
+        scores = stage_scores(draft, K)
         if scores is not None:
-            self.gate.observe(scores, torch.tensor(accepted), torch.tensor(verified), self.block)
+            self.gate.observe(scores, torch.tensor(accepted), torch.tensor(verified), K)
 
     def note(self) -> str:
-        """What was decided, in a sentence."""
+        """What was decided, in a sentence or two."""
         cost = self.cost
         plain = cost.verify_seconds(self.rows, self.rows, self.context)
         draft = cost.draft_seconds(self.rows, self.context, self.block)
         chances = ", ".join(f"{c:.2f}" for c in self.throttle.history.conditional())
-        return (
+        text = (
             f"{self.plain_rounds} of {self.rounds} rounds were plain steps; at {self.rows} rows a plain step takes "
             f"{1e3 * plain:.1f} ms and a draft {1e3 * draft:.1f} ms, and drafts are accepted with {chances}."
         )
+        if self.loops and self.block:
+            text += (
+                f" {self.looped_rounds} rounds had several stages; a second one pays from a chance of "
+                f"{self.break_even(1) / self.rows:.2f} on that the first is accepted whole."
+            )
+        return text
 
 
 def stage_scores(draft: Draft, block: int) -> torch.Tensor | None:
@@ -139,11 +219,14 @@ _POLICIES: WeakKeyDictionary = WeakKeyDictionary()
 
 
 def policy_for(drafter, target, speculation) -> Policy:
-    """The drafter's policy on this target, made on first use."""
+    """The drafter's policy on this target, made on first use; `drafter.policy`, where one is set, stands in for it."""
+    given = getattr(drafter, "policy", None)
+    if given is not None:
+        return given
     block = speculation.num_draft_tokens
     block = drafter.config.max_block if block is None else block
-    key = (id(target), block, str(target.dtype), speculation.max_draft_stages)
-    policies = _POLICIES.setdefault(drafter, {})
+    policies = _POLICIES.setdefault(drafter, WeakKeyDictionary()).setdefault(target, {})
+    key = block, str(target.dtype), speculation.max_draft_stages
     if key not in policies:
         table = profile_path(drafter, target)
         prior = CostTable.load(table) if table.exists() else None
