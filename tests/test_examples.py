@@ -1,0 +1,36 @@
+"""The examples run with --tiny, say what they should, and stay short."""
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    def call(name):
+        monkeypatch.setattr(sys, "argv", [name, "--tiny"])
+        monkeypatch.syspath_prepend(str(EXAMPLES))
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        return capsys.readouterr().out
+
+    return call
+
+
+def test_the_quickstart_ends_with_the_text_of_plain_decoding(run):
+    output = run("quickstart.py")
+    assert "the same as without a drafter: True" in output and "tokens per forward of the target" in output
+
+
+def test_a_chat_reads_only_what_is_new(run):
+    output = run("batch_and_chat.py")
+    assert output.count("tokens per forward]") == 6
+    assert "[read 23 of 23 tokens" in output and "[read 16 of 50 tokens" in output
+
+
+@pytest.mark.parametrize("name", ["quickstart.py", "batch_and_chat.py"])
+def test_examples_to_read_first_are_short(name):
+    assert len((EXAMPLES / name).read_text().splitlines()) <= 80
