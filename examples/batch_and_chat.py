@@ -28,12 +28,9 @@ def real_world(args):
 
 
 def tiny_world():
-    """Every character is a token, ids above 255 standing for themselves, so that answers render as they were generated."""
+    """Every character is a token, those above 255 spell the answers, which so render as they were generated."""
     target, drafter, _, _ = tiny_models()
-
-    def render(chat):
-        return [ord(c) - 256 if ord(c) > 255 else 1 + ord(c) % 59 for m in chat for c in m["content"]]
-
+    render = lambda chat: [ord(c) - 256 if ord(c) > 255 else 1 + ord(c) % 59 for m in chat for c in m["content"]]  # noqa: E731
     return target, drafter, render, lambda ids: "".join(chr(256 + i) for i in ids), 0
 
 
@@ -58,19 +55,19 @@ def chat(target, drafter, render, text, new):
         if ids[: len(known)] != known:  # the template renders answers otherwise than they were generated: start over
             cache, known = {}, []
         inputs = torch.tensor([ids], device=target.device)
-        options = dict(attention_mask=torch.ones_like(inputs), max_new_tokens=new, do_sample=False, return_dict_in_generate=True)
-        out = target.generate(inputs, assistant_model=drafter, **options, **cache)
+        options = dict(max_new_tokens=new, do_sample=False, return_dict_in_generate=True, **cache)
+        out = target.generate(inputs, attention_mask=torch.ones_like(inputs), assistant_model=drafter, **options)
         answer = out.sequences[0, len(ids) :].tolist()
-        name = "cache" if "cache" in out else "past_key_values"  # its name before transformers 5.24
+        name = "cache" if "cache" in out else "past_key_values"  # before transformers 5.24
         read, cache, known = len(ids) - len(known), {name: out[name]}, out.sequences[0, :-1].tolist()
         history.append({"role": "assistant", "content": text(answer)})
         print(f"> {turn}\n{text(answer)}\n[read {read} of {len(ids)} tokens, {out.speculation.tau:.2f} tokens per forward]\n")
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("target", nargs="?", help="Hub id or folder")
-    parser.add_argument("drafter", nargs="?", help="Hub id or folder, in any published format")
+    parser = argparse.ArgumentParser(description="Batches and chats with a drafter.")
+    parser.add_argument("target", nargs="?")
+    parser.add_argument("drafter", nargs="?")
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
     target, drafter, render, text, pad = tiny_world() if args.tiny else real_world(args)
