@@ -7,6 +7,7 @@ from typer.testing import CliRunner
 
 from hf_dspark.cli import main
 
+
 def call(*arguments):
     return CliRunner().invoke(main.app, list(arguments))
 
