@@ -77,7 +77,7 @@ class DrafterTrainer(Trainer):
         named = model if isinstance(model, dict) else {"": model}
         for drafter in named.values():
             drafter.bind(target)
-        object.__setattr__(self, "_target", FrozenTarget(target, next(iter(named.values())).config.target_layer_ids))
+        self._target = FrozenTarget(target, next(iter(named.values())).config.target_layer_ids)
         if args.pack and getattr(target, "_is_stateful", False):
             raise ValueError(
                 f"pack=True, and {type(target).__name__} carries a recurrent state from one document to the next: set "
