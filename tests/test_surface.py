@@ -257,6 +257,19 @@ def test_a_drafter_may_have_another_dtype_than_its_target(llama, dtype):
     assert tiny.generated(out, max(tiny.LENGTHS), [tiny.NEW] * 4) == llama.new
 
 
+def test_a_text_longer_than_the_training_warns_once(llama, one, monkeypatch):
+    from hf_dspark.decoding import loop
+
+    said = []
+    monkeypatch.setattr(loop.logger, "warning", lambda text, *args: said.append(text))
+    loop.logger.warning_once.cache_clear()
+    drafter = tiny.make_drafter(llama.target, trained_length=10)
+    for _ in range(2):
+        llama.target.generate(**one, assistant_model=drafter, max_new_tokens=tiny.NEW, do_sample=False)
+    assert len(said) == 1
+    assert "10 tokens" in said[0]
+
+
 def test_the_signature_transformers_inspects_is_its_own():
     from transformers import GenerationMixin
 

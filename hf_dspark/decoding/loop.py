@@ -305,8 +305,8 @@ class DecodeLoop:
         trained = self.drafter.config.trained_length
         if trained is not None and length > trained:
             logger.warning_once(
-                f"A text of {length} tokens is longer than the {trained} this drafter was trained on: the output stays exact, "
-                "but fewer drafts may be accepted. Train on longer texts, or set scheduler='auto' to draft less."
+                f"A text is longer than the {trained} tokens this drafter was trained on: the output stays exact, but fewer "
+                "drafts may be accepted. Train on longer texts, or set scheduler='auto' to draft less."
             )
 
     def _observe(self, commits: list[Commit], fed: int) -> None:
