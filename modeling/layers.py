@@ -1,5 +1,7 @@
 """Attention and the decoder layer of the drafters; keys and values may come from injected context."""
 
+import functools
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -15,6 +17,14 @@ def rotate(x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]) -> torch.Te
     return x * cos + rotate_half(x) * sin
 
 
+@functools.cache
+def _flex_attention(compiled: bool):
+    from torch.nn.attention.flex_attention import flex_attention
+
+    # Uncompiled it builds the whole score matrix, which is what the block mask is there to avoid.
+    return torch.compile(flex_attention) if compiled else flex_attention
+
+
 def attend(q, k, v, mask, scale: float) -> torch.Tensor:
     """Grouped-query attention of q [B, H, T, d] to k and v [B, G, S, d].
 
@@ -24,9 +34,7 @@ def attend(q, k, v, mask, scale: float) -> torch.Tensor:
     B, H, T, d = q.shape
     groups = H // k.shape[1]
     if mask is not None and not isinstance(mask, torch.Tensor):
-        from torch.nn.attention.flex_attention import flex_attention
-
-        out = flex_attention(q, k, v, block_mask=mask, scale=scale, enable_gqa=groups > 1)
+        out = _flex_attention(q.is_cuda)(q, k, v, block_mask=mask, scale=scale, enable_gqa=groups > 1)
     else:
         if mask is not None and groups > 1:
             mask = mask.repeat(1, 1, groups, 1)
