@@ -1,10 +1,14 @@
 """`hf-dspark train`: a drafter, or several side by side, for a target."""
 
 import json
+import shlex
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from hf_dspark.evaluation.environment import environment
 
 from .shared import EMBEDDED, load_drafter, load_target, say
 
@@ -14,6 +18,7 @@ METHODS = {
     "dflash": dict(correction_head="none", confidence_head=False),
     "gated": dict(correction_head="gated", confidence_head=True),
     "rnn": dict(correction_head="rnn", confidence_head=True),
+    "eagle3": {},
     "domino": dict(correction_head="domino", confidence_head=False, pure_draft_prefix_len=1),
 }
 
@@ -103,7 +108,7 @@ def train(
         eval_dataset=held_out,
         decode_check=DecodeCheck.from_dataset(model, held_out, decode_prompts, decode_tokens) if held_out else None,
     )
-    trainer.train(resume_from_checkpoint=resume or None)
+    result = trainer.train(resume_from_checkpoint=resume or None)
     if held_out:
         say(json.dumps(trainer.evaluate(), indent=1))
     trainer.save_model(str(output / "final"))
@@ -113,7 +118,27 @@ def train(
             plot_history(trainer.state.log_history, output / "final" / "training.png")
         except ImportError as error:
             say(str(error))
+        record = run_record(model, dataset, data, trainer.state.global_step, result.metrics["train_runtime"] / 3600)
+        for name in drafters:
+            folder = output / "final" / (name if len(drafters) > 1 else "")
+            (folder / "run.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         say(f"Trained: {output / 'final'}")
+
+
+def run_record(target, dataset, data: Path, steps: int, hours: float) -> dict:
+    """What `hf-dspark card` says of a run; `hours` are those since the last resume."""
+    facts = environment(target)
+    return {
+        "target": target.config._name_or_path or type(target).__name__,
+        "data": f"{data.name}, the target's own answers",
+        "examples": len(dataset),
+        "tokens": dataset.supervised,
+        "steps": steps,
+        "hours": round(hours, 3),
+        "machine": f"{facts['cpu']}, {facts['threads']} threads" if facts["device"] == "cpu" else facts["machine"],
+        "command": shlex.join(["hf-dspark", "train", *sys.argv[2:]]),
+        "versions": facts["versions"],
+    }
 
 
 def template_of(tokenizer):
@@ -124,9 +149,14 @@ def template_of(tokenizer):
 
 def build(target, dataset, mask_token_id, draft_vocab_size, init_from, options):
     """A drafter by the options, or what `init_from` gives."""
-    from hf_dspark.training import init_from_drafter, init_from_target, new_drafter
+    from hf_dspark.training import init_from_drafter, init_from_target, new_drafter, new_eagle3
 
     other = load_drafter(init_from, target) if init_from and init_from != "target" else None
+    text = target.config.get_text_config()
+    ids = dataset.draft_vocabulary(draft_vocab_size, text.vocab_size) if draft_vocab_size else None
+    if "correction_head" not in options:
+        taps = {k: v for k, v in options.items() if k in ("target_layer_ids", "target_name", "num_hidden_layers")}
+        return new_eagle3(target, ids, chain_length=options["block_size"], **taps)
     if mask_token_id is None and other is None:
         raise ValueError(
             "A new drafter fills its blocks with a token that never occurs in text, and none was named: pass --mask-token-id "
@@ -135,8 +165,7 @@ def build(target, dataset, mask_token_id, draft_vocab_size, init_from, options):
     if other is not None:
         mask_token_id = other.config.mask_token_id if mask_token_id is None else mask_token_id
     if options["correction_head"] == "domino":
-        options |= {"gru_hidden_size": target.config.get_text_config().hidden_size, "correction_size": options["markov_rank"]}
-    ids = dataset.draft_vocabulary(draft_vocab_size, target.config.get_text_config().vocab_size) if draft_vocab_size else None
+        options |= {"gru_hidden_size": text.hidden_size, "correction_size": options["markov_rank"]}
     drafter = new_drafter(target, mask_token_id, ids, **options)
     if other is not None:
         init_from_drafter(drafter, other)

@@ -80,11 +80,16 @@ def test_training_writes_drafters_that_load_and_draft(world, data):
         assert loaded.config.template_hash == template_hash(tiny_chat.make_tokenizer())
         assert loaded.config.enable_thinking is False and loaded.config.loop_exposure == 2
         assert loaded.config.target_name == target and loaded.config.draft_vocab_size == 40
+        record = json.loads((out / "final" / name / "run.json").read_text())
+        assert record["steps"] == 3 and record["examples"] == 8 and record["tokens"] > 50 and record["hours"] >= 0
     generate = ["generate", target, "w3 w4", "--drafter", out / "final" / "dspark", "--max-new-tokens", 6]
     assert "trained with thinking off" in call(*generate, "--thinking")
     assert "Warning" not in call(*generate, "--no-thinking")
 
     call(*common, "--output", folder / "second", "--init-from", out / "final" / "dspark")
     call(*common, "--output", folder / "third", "--init-from", "target", "--method", "domino")
+    call(*common, "--output", folder / "fourth", "--method", "eagle3")
+    chain = AutoDrafter.from_pretrained(str(folder / "fourth" / "final"))
+    assert type(chain).__name__ == "Eagle3Drafter" and chain.config.chain_length == 3 and chain.config.draft_vocab_size == 40
     refused = CliRunner().invoke(main.app, [str(a) for a in [*common, "--output", folder / "no", "--method", "other"]])
     assert refused.exit_code == 1 and "unknown" in refused.output
