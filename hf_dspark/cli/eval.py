@@ -10,6 +10,7 @@ import typer
 from hf_dspark.evaluation.benchmark import Plan, make_methods, run, write_json
 from hf_dspark.evaluation.environment import environment, file_hash
 from hf_dspark.evaluation.prompts import read_prompts
+from hf_dspark.evaluation.timing import Busy
 
 from .shared import EMBEDDED, console, load_drafter, load_target, number, progress, prompt_warnings, say, table, warn
 
@@ -64,16 +65,17 @@ def evaluate(
     header = {"target": target, "drafter": drafter, "files": {p.name: file_hash(p) for p in prompts}}
     header["environment"] = environment(model, assistant)
     partial = out.with_name(out.name + ".partial.jsonl")
-    with progress() as bar:
+    with progress() as bar, Busy() as busy:
         task = bar.add_task("answers", total=None)
         result = run(model, tokenizer, assistant, plan, header, partial, lambda i, n: bar.update(task, completed=i, total=n))
-    write_json({"date": date.today().isoformat(), **result}, out)
+    write_json({"date": date.today().isoformat(), "processor_share": busy.share, **result}, out)
     partial.unlink()
     for method, why in result["refused"].items():
         warn([f"{method} was left out: {why}"])
     for group in dict.fromkeys((r["set"], r["temperature"]) for r in result["results"]):
         console.print(results_table([r for r in result["results"] if (r["set"], r["temperature"]) == group], *group))
     say(f"ms/token: drafting/verifying/rest, prefill left out. Everything measured is in {out}.", "dim")
+    warn(busy.warning(model.device))
     if plots is not None:
         from hf_dspark.evaluation.plots import save_all
 

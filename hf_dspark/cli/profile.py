@@ -6,8 +6,9 @@ from typing import Annotated
 import typer
 
 from hf_dspark.evaluation.profiling import cached_profile
+from hf_dspark.evaluation.timing import Busy
 
-from .shared import EMBEDDED, console, load_drafter, load_target, number, progress, say, table
+from .shared import EMBEDDED, console, load_drafter, load_target, number, progress, say, table, warn
 
 app = typer.Typer()
 
@@ -29,7 +30,7 @@ def profile(
     model, _ = load_target(target, dtype, device)
     assistant = load_drafter(drafter, model)
     grid = {"rows": numbers(rows), "widths": numbers(widths), "contexts": numbers(contexts), "repeats": repeats}
-    with progress() as bar:
+    with progress() as bar, Busy() as busy:
         task = bar.add_task("points", total=None)
         costs, path = cached_profile(
             model, assistant, out, again, **grid, progress=lambda i, n: bar.update(task, completed=i, total=n)
@@ -44,6 +45,8 @@ def profile(
     plain, block = costs.verify_seconds(1), assistant.config.max_block
     needed = (costs.draft_seconds() + costs.verify_seconds(1 + block)) / plain
     say(f"One row with {block} drafts pays from tau {needed:.2f} on (a round costs {needed:.2f} plain steps).")
+    if bar.tasks[task].total is not None:  # it was measured, not read
+        warn(busy.warning(model.device))
     say(f"{costs.key['dtype']}, {costs.key['threads']} threads, {costs.key['machine']}; stored in {path}.", "dim")
 
 

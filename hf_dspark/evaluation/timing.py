@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 
+import torch
 from transformers.generation.streamers import BaseStreamer
 
 
@@ -52,3 +53,27 @@ class Clock(BaseStreamer):
     @property
     def seconds_per_token(self) -> float:
         return self.decode_seconds / self.decode_tokens if self.decode_tokens else float("nan")
+
+
+class Busy:
+    """How much of the CPU this process got while it wanted all of it; times taken on a busy machine mean little.
+
+    `with Busy() as busy: ...`, then `busy.share`: processor time over wall time and threads. It says nothing about GPUs.
+    """
+
+    def __enter__(self) -> "Busy":
+        self.began = time.perf_counter(), time.process_time()
+        return self
+
+    def __exit__(self, *exc) -> None:
+        wall, cpu = time.perf_counter() - self.began[0], time.process_time() - self.began[1]
+        self.share = cpu / max(wall * torch.get_num_threads(), 1e-9)
+
+    def warning(self, device: torch.device) -> list[str]:
+        """What to say about it, if anything."""
+        if device.type != "cpu" or self.share > 0.6:
+            return []
+        return [
+            f"This process got {self.share:.0%} of the processor time it could have used: something else is running, and the "
+            "times above are too long and uneven. Measure again on a quiet machine."
+        ]
