@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import make_eagle3, make_target, redraw
+from tiny import make_eagle3, make_target
 from transformers import Trainer, TrainingArguments
 
 sys.path.insert(0, str(Path(__file__).parent))  # the second process finds it the same way
@@ -238,16 +238,20 @@ def test_a_resumed_run_equals_an_unbroken_one_bit_for_bit(tmp_path, target):
 
 
 def test_gradients_run_through_the_stages_unless_detached(target):
-    ids, features = draw(1, 14)
-    later = {}
+    """Backwards from the very last step: which steps' outputs it reaches, and whether it reaches the features as context."""
+    (ids, features), slots = draw(1, 14), torch.tensor([[1, 3]])
+    features.requires_grad_()
+    drafter, reached, gradients = make_eagle3(target, chain_length=K).train(), {}, {}
     for detach in (False, True):
-        drafter = redraw(make_eagle3(target, chain_length=K), 5).train()
-        features.requires_grad_()
-        hidden = drafter(features, ids, anchors=torch.tensor([[2, 4]]), stages=3, detach_chain=detach).hidden[1]
-        (later[detach],) = torch.autograd.grad(hidden.pow(2).sum(), features)
-    # Detached, a feature is only seen as context; the chain of anchor 4 begins with the output of slot 3, its newest feature.
-    assert not torch.allclose(later[False], later[True]) and later[True][0, :3].abs().sum() > 0
-    assert later[True][0, 4:].abs().sum() == 0
+        steps = drafter.unroll(features, ids.roll(-1, 1), 3 * K, slots=slots, detach_every=K if detach else None)
+        found = torch.autograd.grad(steps[-1].pow(2).sum(), [*steps, features], allow_unused=True)
+        reached[detach] = [g is not None and bool(g.abs().sum() > 0) for g in found]
+        hidden = drafter(features, ids, anchors=slots + 1, stages=3, detach_chain=detach).hidden[1]
+        (gradients[detach],) = torch.autograd.grad(hidden[:, :, -1].pow(2).sum(), features)
+        torch.testing.assert_close(gradients[detach], found[-1], atol=1e-9, rtol=1e-5)
+    assert reached[False] == [True] * (3 * K + 1)
+    assert reached[True] == [False] * 2 * K + [True] * (K + 1)
+    assert not torch.allclose(gradients[False], gradients[True])
 
 
 def test_the_loss_of_forward_is_the_weighted_mean_of_a_slow_loop(drafter):
