@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from hf_dspark.drafting.proposer import Draft
+from hf_dspark.scheduling.correction import Correction
 from hf_dspark.scheduling.cost import GENERIC, CostTable, LatencyCurve, OnlineCost, machine_key
 from hf_dspark.scheduling.gate import OnlineGate
 from hf_dspark.scheduling.headless import predict_confidence, step_features
@@ -58,7 +59,7 @@ class Policy:
         recursive: drafting takes a forward per draft (EAGLE-3) and not one per block.
     """
 
-    PLAIN_STEPS = 2  # at every new batch size, since what drafting is compared with grows with it
+    PLAIN_STEPS = 3  # at every new batch size, since what drafting is compared with grows with it
     FADE = 0.98  # of stages' acceptance and of the time per token, per round
     WEIGHT = 4.0  # observations that the stage before counts for
     PROBING, PROBED = 0.01, 0.5  # share of the time spent on stages that seem not to pay, at what chance
@@ -68,6 +69,8 @@ class Policy:
         self.cost = OnlineCost(prior or GENERIC, recursive=recursive)
         self.throttle = DraftThrottle(block, self.cost)
         self.gate = OnlineGate(max_stages)
+        self.correction = Correction(block * max_stages)
+        self.recursive, self.confident = recursive, False
         self.rounds = self.plain_rounds = self.looped_rounds = 0
         self.rows, self.context = 1, 0.0
         self._plain: Counter[int] = Counter()  # plain steps by number of rows
@@ -86,17 +89,23 @@ class Policy:
         """Drafts per row for the coming round; 0 is a plain step."""
         near = sum(n for rows, n in self._plain.items() if rows <= 1.5 * self.rows and self.rows <= 1.5 * rows)
         planned = self.throttle.next_length(self.rows, self.context) if near >= self.PLAIN_STEPS else 0
+        if planned and self.confident and not self.recursive:
+            planned = self.block  # a block is paid for as a whole, and confidences tell rounds apart
         self.plain_rounds += planned == 0
         return planned
 
     def prune(self, draft: Draft) -> list[int]:
-        """Drafts to verify of each row, [A], by DSpark's Algorithm 1 over its confidences (arXiv 2607.05147).
+        """Drafts to verify of each row, [A], by DSpark's Algorithm 1 (arXiv 2607.05147) over its confidences, corrected by what
+        became of earlier ones: a head that is sure of too much wastes verifications, one that doubts too much throws drafts
+        away, and neither would ever show.
 
         The draft's own time enters as one stage's, however many were drafted: their number depends on the drafts themselves.
         """
         if draft.confidence is None or not draft.tokens.shape[1]:
             return draft.lengths
-        lengths = algorithm1(draft.confidence, self._curve(), torch.tensor(draft.lengths), padded=True)
+        self.confident = True
+        chances = self.correction(draft.confidence)
+        lengths = algorithm1(chances, self._curve(), torch.tensor(draft.lengths), padded=True)
         return [min(a, b) for a, b in zip(draft.lengths, lengths.tolist())]
 
     def another_stage(self, scores: list[list[float]]) -> bool:
@@ -157,6 +166,8 @@ class Policy:
             self._observe_draft_time(draft_seconds, stages, min(drafted, self.block))
             self.throttle.observe(accepted, verified)
             self.looped_rounds += stages > 1
+            if self.confident and draft.confidence is not None:
+                self.correction.observe(draft.confidence, verified, accepted)
         if self.loops:
             self._observe_stages(draft, verified, accepted, stages, fed)
 
@@ -184,20 +195,20 @@ class Policy:
             self.gate.observe(scores, torch.tensor(accepted), torch.tensor(verified), K)
 
     def note(self) -> str:
-        """What was decided, in a sentence or two."""
-        cost = self.cost
-        plain = cost.verify_seconds(self.rows, self.rows, self.context)
-        draft = cost.draft_seconds(self.rows, self.context, self.block)
+        """What was decided since the last note, and what it rests on."""
+        plain = self.cost.verify_seconds(self.rows, self.rows, self.context)
+        draft = self.cost.draft_seconds(self.rows, self.context, self.block)
         chances = ", ".join(f"{c:.2f}" for c in self.throttle.history.conditional())
         text = (
-            f"{self.plain_rounds} of {self.rounds} rounds were plain steps; at {self.rows} rows a plain step takes "
-            f"{1e3 * plain:.1f} ms and a draft {1e3 * draft:.1f} ms, and drafts are accepted with {chances}."
+            f"{self.plain_rounds} of {self.rounds} rounds were plain steps. At {self.rows} rows a plain step takes "
+            f"{1e3 * plain:.1f} ms and a draft {1e3 * draft:.1f} ms; drafts are accepted with {chances}."
         )
         if self.loops and self.block:
-            text += (
-                f" {self.looped_rounds} rounds had several stages; a second one pays from a chance of "
-                f"{self.break_even(1) / self.rows:.2f} on that the first is accepted whole."
-            )
+            chance = self.break_even(1) / self.rows
+            pays = f"pays from a chance of {chance:.2f} on that the first is accepted whole" if chance < 1 else "never pays"
+            text += f" {self.looped_rounds} rounds had several stages; a second one {pays}."
+        self.rounds = self.plain_rounds = self.looped_rounds = 0
+        self.loops = False
         return text
 
 

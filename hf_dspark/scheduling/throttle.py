@@ -132,24 +132,25 @@ class DraftThrottle:
     """Chooses the number of drafts round by round. Its owner feeds `cost` with timings and calls `observe` after every
     drafted round.
 
-    What drafting is compared with is measured too: a few plain steps at the start, then one in `PLAIN_EVERY` rounds.
+    What drafting is compared with is measured too: a few plain steps at the start, then one in `PLAIN_EVERY` rounds, or as
+    rarely as it takes to lose no more than `PLAIN_SHARE` of the time by it.
 
     Args:
         max_length: most drafts per row.
         cost: costs of this machine, shared with whoever measures.
     """
 
-    PLAIN_STEPS, PLAIN_EVERY = 4, 64
+    PLAIN_STEPS, PLAIN_EVERY, PLAIN_SHARE = 4, 64, 0.005
 
     def __init__(self, max_length: int, cost: OnlineCost):
         self.max_length, self.cost = max_length, cost
         self.history = AcceptanceHistory(max_length)
         self.state = DraftState(max_length)
-        self._drafted = 0  # rounds since the last plain step
+        self._drafted, self._gap = 0, self.PLAIN_EVERY  # rounds since the last plain step, and to the next
 
     def next_length(self, rows: int = 1, context: float = 0) -> int:
         """Drafts per row for the coming round of `rows` rows; 0 is a plain step."""
-        if self.cost.plain_steps() < self.PLAIN_STEPS or self._drafted >= self.PLAIN_EVERY:
+        if self.cost.plain_steps() < self.PLAIN_STEPS or self._drafted >= self._gap:
             self._drafted = 0
             return 0
         waited, survival = self.state.wait, self.history.survival()
@@ -165,8 +166,12 @@ class DraftThrottle:
         self.state = next_state(self.state, best(BUDGET), probe, loss)
         if waited and not self.state.wait and not self.state.length:
             self.history.fade(0.5)  # so that the probe's few rounds outweigh what is long past
-        self._drafted = self._drafted + 1 if self.state.length else 0
-        return self.state.length
+        length = self.state.length
+        round_seconds = draft[length] + verify[length]
+        lost = plain - round_seconds / (1 + sum(survival[:length]))
+        self._gap = max(self.PLAIN_EVERY, lost / (self.PLAIN_SHARE * round_seconds))
+        self._drafted = self._drafted + 1 if length else 0
+        return length
 
     def observe(self, accepted: Sequence[int] | Tensor, verified: Sequence[int] | Tensor) -> None:
         """Accepted and verified drafts of each row, `[B]`, of a round that drafted."""

@@ -152,7 +152,9 @@ def test_drafting_is_compared_with_plain_steps_measured_first_and_now_and_then()
     machine = Machine(0.2, slow_verify, lambda now: 0.9)
     _, lengths = machine.run(3000)
     assert lengths[:4] == [0] * 4 and all(lengths[4:68])
-    assert lengths.count(0) == 4 + (len(lengths) - 4) // 65
+    plain = lengths.count(0) - 4
+    # A plain step loses up to 0.72 of its time to a drafter this good.
+    assert plain >= len(lengths) // 200 and plain * 0.72 < 0.006 * len(lengths) * (0.2 + slow_verify(6))
     # Four plain steps on a busy machine make a losing drafter look good: it is found out nonetheless.
     cost = OnlineCost()
     throttle, lengths = DraftThrottle(6, cost), []
