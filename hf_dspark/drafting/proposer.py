@@ -216,7 +216,8 @@ class Proposer:
         elif self.speculation.verification == "match":
             tokens, q = context.noise.sample(scores, active, k, "target"), None  # shared noise raises acceptance
         else:
-            tokens, q = context.noise.sample(scores, active, k, "draft"), scores.softmax(-1)
+            q = scores.softmax(-1)
+            tokens = context.noise.sample_mass(q, active, k, "draft")
         return tokens, q, log_probs.gather(-1, tokens[:, None])[:, 0]
 
     @staticmethod

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .noise import check_possible, gumbel, keyed_scores, uniforms
+from .noise import check_possible, keyed_scores, uniforms
 
 
 @dataclass
@@ -39,9 +39,10 @@ class Noise:
         return keyed_scores(scores, **self._at(rows, i, domain)).argmax(-1)
 
     def sample_mass(self, mass: torch.Tensor, rows: list[int], i: int, domain: str) -> torch.Tensor:
-        """A draw [R] from unnormalised probabilities [R, V]."""
-        noise = gumbel(**self._at(rows, i, domain), size=mass.shape[-1], device=mass.device)
-        return (mass.double().log() + noise).argmax(-1)
+        """A draw [R] from unnormalised probabilities [R, V]: the first id whose cumulative mass exceeds a uniform's share."""
+        upto = mass.double().cumsum(-1)
+        share = uniforms(**self._at(rows, i, domain), size=1, device=mass.device) * upto[:, -1:]
+        return torch.searchsorted(upto, share, right=True)[:, 0]
 
     def coin(self, rows: list[int], i: int, device) -> torch.Tensor:
         """Uniforms [R] for accepting draft i."""

@@ -50,7 +50,8 @@ def uniforms(seed: int, streams, indices, domain: str, size: int, device, rounds
         keys.append(_signed(key))
     counter = torch.arange(size, device=device) * _signed(_GOLDEN)
     bits = _mix(torch.tensor(keys, device=device)[:, None] + counter)
-    return (((bits >> 11) & ((1 << 53) - 1)).double() + 0.5) * 2.0**-53
+    # 52 bits and a half: one more bit, and the largest value would round to 1.
+    return (((bits >> 12) & ((1 << 52) - 1)).double() + 0.5) * 2.0**-52
 
 
 def gumbel(seed: int, streams, indices, domain: str, size: int, device, rounds=None) -> torch.Tensor:
