@@ -4,15 +4,18 @@ Weights are drawn wide (std 0.3), because default initialisation makes logits so
 """
 
 import functools
+import inspect
 from dataclasses import dataclass
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from hf_dspark import DSparkConfig, DSparkDrafter, SpeculationConfig
 from hf_dspark.modeling import Eagle3Config, Eagle3Drafter
 from hf_dspark.modeling.draft_cache import DraftCache
 
+# transformers 5.24 calls it cache; the older name is then deprecated.
+CACHE = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
 V, HIDDEN, LAYERS, WINDOW = 61, 32, 3, 6
 PAD, BOS = 0, 1
 BODY = dict(

@@ -35,8 +35,14 @@ def follow_up(rows, seed=5):
     return torch.randint(3, tiny.V - 1, (rows, 4), generator=torch.Generator().manual_seed(seed))
 
 
-def talk(target, batch, drafter=None, new=TURN, **kwargs):
+def talk(target, batch, drafter=None, new=TURN, cache=None, **kwargs):
+    if cache is not None:
+        kwargs[tiny.CACHE] = cache
     return target.generate(**batch, assistant_model=drafter, max_new_tokens=new, do_sample=False, **kwargs)
+
+
+def cache_of(output):
+    return getattr(output, tiny.CACHE)
 
 
 def second_turn(batch, sequences, lengths=None):
@@ -69,8 +75,8 @@ def alone(target, batch, new=SECOND):
 def test_a_second_turn_goes_on_with_target_and_draft_context(llama, make, rows, kind, drafts):
     batch = llama.padded() if rows == 4 else dict(input_ids=llama.prompts[0][None])
     drafter, given = make(llama.target), DynamicCache() if "given" in kind else None
-    first = talk(llama.target, batch, drafter, return_dict_in_generate=True, **({"cache": given} if given is not None else {}))
-    cache = first.cache
+    first = talk(llama.target, batch, drafter, cache=given, return_dict_in_generate=True)
+    cache = cache_of(first)
     assert (cache is given) == ("given" in kind)
     if "copied" in kind:
         cache = copy.deepcopy(cache)
@@ -94,7 +100,7 @@ def test_an_oracle_keeps_winning_in_the_second_turn(llama):
     text = tiny.plain(llama.target, turn["input_ids"][0], max_new_tokens=9)
     drafter = tiny.oracle([text], block=3)
     first = talk(llama.target, dict(input_ids=prompt[None]), drafter, return_dict_in_generate=True)
-    talk(llama.target, turn, drafter, new=9, cache=first.cache)
+    talk(llama.target, turn, drafter, new=9, cache=cache_of(first))
     assert drafter.last_speculation.acceptance_lengths == [[4, 4]]
 
 
@@ -103,12 +109,13 @@ def test_rows_that_ended_early_go_on_behind_their_own_last_token(llama, given):
     batch, eos = llama.padded(), llama.new[1][4]
     lengths = [new[:TURN].index(eos) + 1 if eos in new[:TURN] else TURN for new in llama.new]
     assert len(set(lengths)) > 1
-    drafter, extra = tiny.make_drafter(llama.target), {"cache": DynamicCache()} if given else {}
+    drafter = tiny.make_drafter(llama.target)
     first = talk(
-        llama.target, batch, drafter, eos_token_id=eos, pad_token_id=tiny.PAD, return_dict_in_generate=True, **extra
-    )
+        llama.target, batch, drafter, cache=DynamicCache() if given else None, eos_token_id=eos, pad_token_id=tiny.PAD,
+        return_dict_in_generate=True,
+    )  # fmt: skip
     turn = second_turn(batch, first.sequences, lengths)
-    out = talk(llama.target, turn, drafter, new=SECOND, cache=first.cache)
+    out = talk(llama.target, turn, drafter, new=SECOND, cache=cache_of(first))
     assert generated(out, turn["input_ids"].shape[1], [SECOND] * 4) == alone(llama.target, turn)
 
 
@@ -117,7 +124,7 @@ def test_a_cache_serves_another_drafter_and_other_knobs(llama):
     first = talk(llama.target, batch, tiny.make_drafter(llama.target), return_dict_in_generate=True)
     turn = second_turn(batch, first.sequences)
     for other in (tiny.make_drafter(llama.target, seed=8, block_size=3), tiny.make_eagle3(llama.target)):
-        out = talk(llama.target, turn, other, new=SECOND, cache=copy.deepcopy(first.cache),
+        out = talk(llama.target, turn, other, new=SECOND, cache=copy.deepcopy(cache_of(first)),
                    speculation=SpeculationConfig(loop_gate=-1e9, max_draft_stages=2), prefill_chunk_size=2)  # fmt: skip
         assert generated(out, turn["input_ids"].shape[1], [SECOND] * 4) == alone(llama.target, turn)
 
@@ -134,7 +141,7 @@ def test_a_cache_carries_no_model(llama):
     out = talk(llama.target, llama.padded(), tiny.make_drafter(llama.target), return_dict_in_generate=True)
     given = DynamicCache()
     talk(llama.target, llama.padded(), tiny.make_drafter(llama.target), cache=given)
-    for cache in (out.cache, given):
+    for cache in (cache_of(out), given):
         data = pickle.dumps(cache)
         assert b"LlamaForCausalLM" not in data and b"DSparkDrafter" not in data
 
@@ -166,7 +173,7 @@ def test_plain_generate_continues_a_cache_of_ours(name, kind, rows):
         sequences = talk(case.target, batch, tiny.good(case.texts), cache=cache)
     else:
         first = talk(case.target, batch, tiny.good(case.texts), return_dict_in_generate=True)
-        cache, sequences = first.cache.to_dynamic(), first.sequences
+        cache, sequences = cache_of(first).to_dynamic(), first.sequences
     assert cache.get_seq_length() == sequences.shape[1] - 1
     turn = second_turn(batch, sequences)
     out = talk(case.target, turn, new=SECOND, cache=cache)
@@ -187,7 +194,7 @@ def test_a_cache_given_empty_holds_what_plain_generate_would_have_left(llama):
 def test_plain_generate_refuses_our_own_cache_in_words(llama):
     first = talk(llama.target, llama.padded(), tiny.oracle(llama.texts), return_dict_in_generate=True)
     with pytest.raises(ValueError, match="to_dynamic"):
-        talk(llama.target, second_turn(llama.padded(), first.sequences), cache=first.cache)
+        talk(llama.target, second_turn(llama.padded(), first.sequences), cache=cache_of(first))
 
 
 # ---------------------------------------------------------------------- odd ways to fill a cache
@@ -198,7 +205,7 @@ def test_a_cache_of_the_first_part_of_the_prompt(llama, make):
     """As with a shared system prompt: its features are gone, and the drafter's positions start behind it."""
     prompt, cache = llama.prompts[0], DynamicCache()
     with torch.no_grad():
-        llama.target(prompt[None, :5], cache=cache)
+        llama.target(prompt[None, :5], **{tiny.CACHE: cache})
     drafter = make(llama.target)
     out = talk(llama.target, dict(input_ids=prompt[None]), drafter, new=tiny.NEW, cache=cache)
     assert out[0].tolist() == llama.texts[0]
@@ -215,7 +222,7 @@ def test_a_mask_that_hides_cached_tokens_hides_them(llama):
     turn["attention_mask"][0, 3:6] = 0
     expected = talk(llama.target, turn, new=SECOND, cache=theirs)
     assert talk(llama.target, turn, tiny.make_drafter(llama.target), new=SECOND, cache=copy.deepcopy(cache)).equal(expected)
-    ours = talk(llama.target, batch, tiny.make_drafter(llama.target), return_dict_in_generate=True).cache
+    ours = cache_of(talk(llama.target, batch, tiny.make_drafter(llama.target), return_dict_in_generate=True))
     assert talk(llama.target, turn, tiny.make_drafter(llama.target), new=SECOND, cache=ours).equal(expected)
 
 
@@ -224,7 +231,7 @@ def test_a_cache_that_holds_the_whole_text_leaves_nothing_to_feed(llama):
     batch = dict(input_ids=first.sequences[:, :-1], attention_mask=torch.ones_like(first.sequences[:, :-1]))
     batch["attention_mask"][:, :9] = llama.padded()["attention_mask"]
     with pytest.raises(ValueError, match="at least one token beyond the cache"):
-        talk(llama.target, batch, tiny.oracle(llama.texts), cache=first.cache)
+        talk(llama.target, batch, tiny.oracle(llama.texts), cache=cache_of(first))
 
 
 @pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")

@@ -25,7 +25,7 @@ DRAFTERS = {
 def fresh_pass(target, drafter, ids):
     """Target and drafter K/V per layer of `ids` [n], and the features, from one uncached look at everything."""
     out = target(ids[None], output_hidden_states=True)
-    cache = getattr(out, "cache", None) or out.past_key_values
+    cache = out[tiny.CACHE]
     features = torch.cat([out.hidden_states[i + 1] for i in drafter.config.target_layer_ids], -1)
     return [(layer.keys[0], layer.values[0]) for layer in cache.layers], features
 

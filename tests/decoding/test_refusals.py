@@ -88,10 +88,10 @@ def test_a_mask_that_is_not_as_wide_as_the_text_is_refused(generate, prompt):
 
 def test_only_the_new_tokens_beside_a_filled_cache_are_refused(generate, llama, prompt):
     cache = DynamicCache()
-    llama.target.generate(prompt, cache=cache, max_new_tokens=2, do_sample=False)
+    llama.target.generate(prompt, **{tiny.CACHE: cache}, max_new_tokens=2, do_sample=False)
     mask = torch.ones(1, cache.get_seq_length() + prompt.shape[1], dtype=torch.long)
     with pytest.raises(ValueError, match="cached tokens included"):
-        generate(input_ids=prompt, attention_mask=mask, cache=cache)
+        generate(input_ids=prompt, attention_mask=mask, **{tiny.CACHE: cache})
 
 
 def test_an_empty_row_is_refused(generate):
@@ -118,9 +118,9 @@ def test_token_types_are_refused_as_they_change_the_text_of_some_targets():
 def test_caches_that_cannot_be_read_back_are_refused_even_when_empty(generate, llama, prompt, filled):
     cache = StaticCache(config=llama.target.config, max_cache_len=32)
     if filled:
-        llama.target.generate(prompt, cache=cache, max_new_tokens=2, do_sample=False)
+        llama.target.generate(prompt, **{tiny.CACHE: cache}, max_new_tokens=2, do_sample=False)
     with pytest.raises(ValueError, match="StaticCache.*DynamicCache"):
-        generate(input_ids=prompt, cache=cache)
+        generate(input_ids=prompt, **{tiny.CACHE: cache})
 
 
 def tiny_target(model_type, **changes):
