@@ -69,7 +69,7 @@ class Script:
     def __init__(self, drafts):
         self.drafts = drafts
 
-    def sample(self, scores, rows, k, domain):
+    def sample_mass(self, q, rows, k, domain):
         return torch.tensor([self.drafts[r][k] for r in rows])
 
     def draft_scores(self, rows, prefixes, logits):
