@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -115,8 +116,10 @@ def _many(model, tokenizer, ids_of, batch_file, out, batch_size, options, settin
             batch = todo[start : start + batch_size]
             rows = [ids_of(p.turns[0]) for p in batch]
             inputs = pad_left(rows, tokenizer.pad_token_id or 0, model.device)
-            if settings["seed"] is not None:
-                torch.manual_seed(settings["seed"] + batch[0].index)  # the same after an interruption
+            if settings["seed"] is not None:  # noise of its own for every batch, the same after an interruption
+                torch.manual_seed(settings["seed"] + batch[0].index)
+                if assistant is not None:
+                    options["speculation"] = replace(options["speculation"], seed=settings["seed"] + batch[0].index)
             output = model.generate(**inputs, **options)[:, inputs["input_ids"].shape[1] :].tolist()
             stops = stop_ids(model)
             responses = metrics.responses_of(assistant.last_speculation) if assistant else [[] for _ in batch]

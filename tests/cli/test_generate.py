@@ -72,13 +72,32 @@ def test_a_file_of_prompts_becomes_a_file_of_answers(world, call, prompt_file, t
     assert [r["prompt"] for r in records] == tiny_chat.PROMPTS and all(r["tau"] >= 1 for r in records)
 
 
-def test_an_interrupted_file_is_finished_not_repeated(world, call, prompt_file, tmp_path):
+def test_answers_that_end_early_in_a_batch_are_cut_at_their_stop_token(tmp_path, call, prompt_file):
+    target, drafter = tiny_chat.save_world(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(target)
+    ids = render(tiny_chat.make_tokenizer(), tiny_chat.PROMPTS[1])
+    stop = tiny.plain(model, torch.tensor(ids), max_new_tokens=12)[len(ids) + 3]
+    model.generation_config.eos_token_id = stop
+    model.save_pretrained(target)
+    out = tmp_path / "answers.jsonl"
+    call("generate", target, "--batch-file", prompt_file, "--out", out, "--drafter", drafter, "--batch-size", 4,
+         "--max-new-tokens", 12)  # fmt: skip
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [r["text"] for r in records] == expected(target, tiny_chat.PROMPTS)
+    assert records[1]["tokens"] < 12 and all(r["tokens"] == len(r["text"].split()) for r in records)
+
+
+@pytest.mark.parametrize("drafted", [True, False])
+def test_an_interrupted_file_is_finished_not_repeated(world, call, prompt_file, tmp_path, drafted):
     target, drafter = world
     out = tmp_path / "answers.jsonl"
-    arguments = ["generate", target, "--batch-file", prompt_file, "--out", out, "--drafter", drafter, "--max-new-tokens", 12,
-                 "--temperature", 0.8, "--seed", 7]  # fmt: skip
+    prompt_file.write_text(prompt_file.read_text() + json.dumps({"prompt": tiny_chat.PROMPTS[0]}) + "\n")
+    arguments = ["generate", target, "--batch-file", prompt_file, "--out", out, "--max-new-tokens", 12, "--temperature", 0.8,
+                 "--seed", 7, *(["--drafter", drafter] if drafted else [])]  # fmt: skip
     call(*arguments)
     whole = out.read_text()
+    records = [json.loads(line) for line in whole.splitlines()]
+    assert records[0]["text"] != records[4]["text"]  # the same prompt, other noise
     lines = whole.splitlines(keepends=True)
     out.write_text("".join(lines[:2]) + lines[2][:10])  # killed while writing the third
     assert "2 were there" in call(*arguments)

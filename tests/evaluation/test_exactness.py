@@ -49,12 +49,17 @@ def test_the_first_difference_comes_with_the_targets_logits_there(llama):
     assert report.verdict == "different" and not d.near_tie  # float64 has no near ties to excuse
 
 
-def test_a_small_gap_is_a_near_tie_in_bfloat16_only(llama, monkeypatch):
-    monkeypatch.setitem(exactness.NEAR_TIE, torch.float64, 10.0)
-    wrong = tiny.wrong(llama.new[0][5])
-    report = check_exactness(Broken(llama.target, 5, wrong), object(), [llama.prompts[0].tolist()], max_new_tokens=tiny.NEW)
-    assert report.verdict == "near ties"
-    assert torch.float32 not in exactness.NEAR_TIE
+def test_a_gap_below_the_dtypes_share_of_the_logit_is_a_near_tie(llama, monkeypatch):
+    def verdict():
+        wrong = tiny.wrong(llama.new[0][5])
+        report = check_exactness(Broken(llama.target, 5, wrong), object(), [llama.prompts[0].tolist()], max_new_tokens=tiny.NEW)
+        return report.verdict, report.divergences[0].relative
+
+    _, relative = verdict()
+    for factor, expected in ((1.01, "near ties"), (0.99, "different")):
+        monkeypatch.setitem(exactness.NEAR_TIE, torch.float64, factor * relative)
+        assert verdict() == (expected, relative)
+    assert torch.float32 not in exactness.NEAR_TIE  # where rounding is no excuse
 
 
 def test_a_text_that_ends_early_is_a_difference(llama):

@@ -54,6 +54,12 @@ def test_labels_are_one_up_to_the_last_accepted_draft_and_valid_where_drafted():
     assert data.valid.tolist() == [[True, True, True, False]] and data.features is None
 
 
+def test_a_round_cut_by_a_criterion_counts_what_came_before_the_cut():
+    log = RoundLog(0, 5, 4, 2, 1, 5, 1, 6, [-0.1] * 5, None, 0, 0, 0)
+    assert log.round == metrics.Round(2, 2, 2)
+    assert RoundLog(0, 5, 4, 5, 1, 5, 1, 6, [-0.1] * 5, None, 0, 0, 0).round == metrics.Round(5, 4, 5)
+
+
 def test_a_drafted_stop_token_ends_what_is_valid(llama):
     stop = llama.new[0][4]
     drafter = tiny.oracle(llama.texts)
