@@ -26,7 +26,7 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
         ValueError: a line that is not of these forms, by number.
     """
     path, prompts = Path(path), []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
         if not line.strip():
             continue
         if limit is not None and len(prompts) >= limit:
@@ -92,7 +92,7 @@ class JsonLines:
         whole = content[: content.rfind(b"\n") + 1]
         if whole != content:
             os.truncate(self.path, len(whole))
-        for line in whole.splitlines():
+        for line in whole.split(b"\n")[:-1]:
             yield json.loads(line)
 
     def append(self, record: dict) -> dict:
