@@ -97,8 +97,8 @@ def progress() -> Progress:
     return Progress(*parts, console=console, transient=True)
 
 
-def shipped_drafter() -> Path | None:
-    """The drafter for the demo's model that a checkout has in model_cards/; an installed package has none."""
-    cards = Path(__file__).parents[2] / "model_cards"
-    found = sorted(cards.glob("*smollm2*/config.json"))
+def shipped_drafter(cards: Path = Path(__file__).parents[2] / "model_cards") -> Path | None:
+    """The drafter for the demo's model that a checkout has in model_cards/, DSpark before others; an installed package has
+    none."""
+    found = sorted(cards.glob("*smollm2*/config.json"), key=lambda path: ("dspark" not in path.parent.name, path))
     return found[0].parent if found else None

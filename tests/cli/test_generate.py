@@ -146,3 +146,12 @@ def test_the_demo_says_what_to_pass_where_no_drafter_is_shipped(monkeypatch):
     monkeypatch.setattr(demo, "shipped_drafter", lambda: None)
     result = CliRunner().invoke(main.app, ["demo"])
     assert result.exit_code == 1 and "--drafter" in result.output
+
+
+def test_the_demo_takes_the_dspark_drafter_of_a_checkout(tmp_path):
+    assert shared.shipped_drafter(tmp_path) is None
+    for name in ("dflash-smollm2-135m-instruct", "dspark-smollm2-135m-instruct", "dspark-other", "dspark-smollm2-without"):
+        (tmp_path / name).mkdir()
+        if name != "dspark-smollm2-without":
+            (tmp_path / name / "config.json").write_text("{}")
+    assert shared.shipped_drafter(tmp_path).name == "dspark-smollm2-135m-instruct"
