@@ -34,3 +34,8 @@ def test_a_chat_reads_only_what_is_new(run):
 @pytest.mark.parametrize("name", ["quickstart.py", "batch_and_chat.py"])
 def test_examples_to_read_first_are_short(name):
     assert len((EXAMPLES / name).read_text().splitlines()) <= 80
+
+
+def test_every_gate_leaves_the_text_as_it_is(run):
+    output = run("dloop.py")
+    assert "same text with every gate: True" in output and output.count("verifications") == 4
