@@ -9,12 +9,13 @@ import time
 import torch
 import transformers
 from packaging.version import Version
+from transformers import LogitsProcessorList
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from hf_dspark.drafting.proposer import Context, Proposer
 from hf_dspark.modeling import SpeculationConfig
 from hf_dspark.verification.chain import Noise
-from hf_dspark.verification.probabilities import Scorer
+from hf_dspark.verification.probabilities import KeyedNoise, Scorer
 
 from .outputs import SpeculationStats, SpeculativeOutput
 from .policy import StaticGate, survival_estimate
@@ -39,7 +40,7 @@ class DrafterCandidateGenerator(CandidateGenerator):
         gate = None if speculation.loop_gate is None else StaticGate(speculation.loop_gate)
         first = torch.zeros(1, dtype=torch.long)
         self.proposer = Proposer(drafter, speculation, first, gate=gate, estimate=survival_estimate(drafter))
-        self.scorer = Scorer(logits_processor, [0], [input_ids[0]])
+        self.scorer = Scorer(logits_processor, [pads], [input_ids[0, pads:]])
         self.seed = torch.randint(2**62, ()).item() if speculation.seed is None else speculation.seed
         self.prompt, self.draft, self.stats = input_ids.shape[1], None, SpeculationStats.empty(1)
         eos = getattr(generation_config, "_eos_token_tensor", None)
@@ -113,6 +114,11 @@ def stock_generate(target, drafter, speculation, original, input_ids, kwargs, ma
         raise ValueError(
             "engine='stock' needs a prompt without pads inside or behind it: pad on the left, or set engine='own'."
         )
+    if config.do_sample and speculation.verification == "match":
+        # Their loop samples with torch's generator; keyed noise reaches it as a processor, with sampling off.
+        seed = torch.randint(2**62, ()).item() if speculation.seed is None else speculation.seed
+        noise = KeyedNoise(seed, input_ids.shape[1])
+        kwargs["logits_processor"], config.do_sample = LogitsProcessorList([*kwargs["logits_processor"], noise]), False
     with FeatureTap(target, drafter.config.target_layer_ids) as tap:
         generator = DrafterCandidateGenerator(drafter, tap, speculation, config, kwargs["logits_processor"], input_ids, pads)
         target._get_candidate_generator = lambda **_: generator
