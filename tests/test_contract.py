@@ -34,7 +34,8 @@ FAMILIES = {
     "eagle3.1": dict(norm_output=True, norm_before_fc=True, position_offset=1, qk_norm=False),
 }
 ENGINES = ["own"] if Version(transformers.__version__) < Version("5.18") else ["own", "stock"]
-CALLS = [pytest.param(engine, rows, id=f"{engine}-{rows}") for engine in ENGINES for rows in ([1, 3] if engine == "own" else [1])]
+CALLS = [pytest.param(engine, rows, id=f"{engine}-{rows}") for engine in ENGINES for rows in (1, 3)]
+CALLS = [call for call in CALLS if call.values != ("stock", 3)]  # transformers' loop takes one row
 
 
 @functools.cache
@@ -130,10 +131,10 @@ def test_texts_end_at_stop_tokens(family, engine, rows):
 
 @pytest.mark.parametrize(("engine", "rows"), CALLS)
 def test_eight_stages_change_nothing(family, engine, rows):
-    for gate in (-3.0, -1e9):
-        args = dict(loop_gate=gate, max_draft_stages=8, num_draft_tokens=2)
-        assert ours(family, engine, rows, do_sample=True, temperature=0.8, verification="match", seed=1, **args) == plain(rows, 1)
-        assert ours(family, engine, rows, **args) == plain(rows)
+    stages = dict(max_draft_stages=8, num_draft_tokens=2)
+    args = dict(do_sample=True, temperature=0.8, verification="match", seed=1, loop_gate=-3.0, **stages)
+    assert ours(family, engine, rows, **args) == plain(rows, 1)
+    assert ours(family, engine, rows, loop_gate=-1e9, **stages) == plain(rows)
     assert max(map(max, drafter(family).last_speculation.draft_stages)) == 4, "two drafts each, and room for eight"
 
 
