@@ -28,7 +28,7 @@ def inspect(
     check: bool = typer.Option(False, help="Compare greedy texts with and without the drafter; needs --target."),
     prompts: Annotated[Path, typer.Option(help="jsonl of prompts; three of our own by default.")] = None,
     limit: int = typer.Option(3, help="Prompts to use."),
-    max_new_tokens: int = typer.Option(48, help="Length of the texts it is tried on."),
+    max_new_tokens: int = typer.Option(64, help="Length of the texts it is tried on."),
     override: Annotated[list[str], typer.Option(help="FIELD=VALUE of the config, e.g. sample_from_anchor=true.")] = (),
     chat: bool = typer.Option(True, help="Render prompts with the tokenizer's chat template."),
     thinking: bool = typer.Option(None, help="Passed to the chat template; its own default if neither is given."),
@@ -49,8 +49,8 @@ def inspect(
     ids = [render(tokenizer, text, chat, thinking) for text in texts]
     with console.status("Drafting along the target's greedy answers ..."):
         found = diagnose(model, assistant, ids, max_new_tokens)
-    rows = [[r.name, r.tau, f"{r.first:.0%}", r.mean_log_q] for r in found.readings]
-    columns = ["read as", "tau", "first draft right", "log q of the text"]
+    rows = [[r.name, r.tau, f"{r.first:.0%}", r.expected] for r in found.readings]
+    columns = ["read as", "tau", "first draft right", "tau if drawn"]
     console.print(table("Drafting along the target's greedy answers", columns, rows))
     say(found.advice, "green" if found.verdict == "fits" else "bold red")
     if check:

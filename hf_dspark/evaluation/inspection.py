@@ -54,14 +54,14 @@ def describe(drafter) -> dict:
 class Reading:
     """One way of reading the drafter, named after what was `changed`.
 
-    At each of N anchors: `accepted` [N] drafts that agree with the target's greedy text, `log_q` [N, K] the log-probability the
-    drafter gave to the text's tokens (nan where its vocabulary lacks them). `sharpness`: mean probability of its own drafts.
+    At each of N anchors: `accepted` [N] drafts that agree with the target's greedy text, `chances` [N, K] the probability the
+    drafter gave to the text's tokens (0 where its vocabulary lacks them). `sharpness`: mean probability of its own drafts.
     """
 
     name: str
     changed: dict
     accepted: torch.Tensor
-    log_q: torch.Tensor
+    chances: torch.Tensor
     sharpness: float
 
     @property
@@ -75,8 +75,9 @@ class Reading:
         return (self.accepted > 0).float().mean().item()
 
     @property
-    def mean_log_q(self) -> float:
-        return self.log_q.nanmean().item()
+    def expected(self) -> float:
+        """tau expected if drafts were drawn from the drafter: as `tau`, but smooth, so that small differences show."""
+        return 1 + expected_drafts(self.chances).mean().item()
 
 
 @dataclass
@@ -122,7 +123,7 @@ def greedy_texts(target, prompts: Sequence[Sequence[int]], layer_ids, new_tokens
 
 @torch.no_grad()
 def judge(drafter, text: Text, layer_ids: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of the drafts at the text's anchors: how many are right [N], the log-probability of the text's own tokens [N, K], and the
+    """Of the drafts at the text's anchors: how many are right [N], the probability of the text's own tokens [N, K], and the
     mean probability of the drafts [N].
 
     Uses the decoding protocol, each anchor a row of its own: what is seen is what decoding would do.
@@ -135,17 +136,16 @@ def judge(drafter, text: Text, layer_ids: Sequence[int]) -> tuple[torch.Tensor, 
     seed = drafter.extend(cache, features, text.ids[1 : width + 1].expand(N, -1), valid)
     tokens = text.ids[(anchors[:, None] + torch.arange(K + 1)).to(text.ids.device)]
     known, state = drafter.target_ids(), drafter.start(cache, tokens[:, 0], seed, None, K)
-    right, log_qs, chances = [], [], []
+    right, chances, best = [], [], []
     for k in range(K):
         logits, _, state = drafter.step(cache, state, tokens[:, k])  # the true tokens: a wrong draft ends its row anyway
-        log_q, wanted = logits.log_softmax(-1), tokens[:, k + 1].to(logits.device).contiguous()
+        q, wanted = logits.softmax(-1), tokens[:, k + 1].to(logits.device).contiguous()
         place = torch.searchsorted(known, wanted).clamp(max=len(known) - 1)
-        chance, best = log_q.max(-1)
-        right.append(known[best] == wanted)
-        log_qs.append(log_q.gather(-1, place[:, None])[:, 0].masked_fill(known[place] != wanted, math.nan))
-        chances.append(chance.exp())
+        right.append(known[q.argmax(-1)] == wanted)
+        chances.append(q.gather(-1, place[:, None])[:, 0] * (known[place] == wanted))
+        best.append(q.amax(-1))
     accepted = torch.stack(right, 1).long().cumprod(1).sum(1)
-    return accepted.cpu(), torch.stack(log_qs, 1).float().cpu(), torch.stack(chances, 1).mean(1).float().cpu()
+    return accepted.cpu(), torch.stack(chances, 1).float().cpu(), torch.stack(best, 1).mean(1).float().cpu()
 
 
 def variant(drafter, **changes):
@@ -170,13 +170,13 @@ def variant(drafter, **changes):
     return other
 
 
-def diagnose(target, drafter, prompts: Sequence[Sequence[int]], new_tokens: int = 48, anchors: int = 32) -> Diagnosis:
+def diagnose(target, drafter, prompts: Sequence[Sequence[int]], new_tokens: int = 64, anchors: int = 64) -> Diagnosis:
     """Find out whether `drafter`, bound to `target`, is read as it was trained, and if not, what is wrong.
 
     Drafts along the target's greedy answers to a few `prompts` (token ids), as loaded and in other ways: the other slot
     convention, layer ids one lower or higher, other RoPE bases, the target's head or embedding in place of its own, without
-    the correction head. A drafter knows the text best as it was trained, so a reading that finds the text clearly likelier at
-    the same places is the better one.
+    the correction head. A drafter predicts the text best as it was trained, so a reading expected to get clearly more drafts
+    right at the same places is the better one.
 
     Args:
         new_tokens: length of the answers. anchors: places per answer where drafts are made.
@@ -218,8 +218,8 @@ class _Search:
         config = self.drafter.config
         layer_ids = changed.get("target_layer_ids", config.target_layer_ids)
         other = variant(self.drafter, **{k: v for k, v in changed.items() if k != "target_layer_ids"})
-        accepted, log_q, chances = zip(*[judge(other, text, layer_ids) for text in self.texts], strict=True)
-        return Reading(_name(changed, config), changed, torch.cat(accepted), torch.cat(log_q), torch.cat(chances).mean().item())
+        accepted, chances, best = zip(*[judge(other, text, layer_ids) for text in self.texts], strict=True)
+        return Reading(_name(changed, config), changed, torch.cat(accepted), torch.cat(chances), torch.cat(best).mean().item())
 
     def slots_and_layers(self, shifts: list[int]) -> None:
         """All combinations of the two, as they may be wrong together."""
@@ -241,10 +241,10 @@ class _Search:
     def keep(self, changes: list[dict]) -> None:
         tried = [self.read({**self.best.changed, **c}) for c in changes]
         self.readings += tried
-        uniform = -math.log(self.drafter.config.draft_vocab_size)  # below it a reading knows less than nothing
-        better = [r for r in tried if r.mean_log_q > uniform and clearly_better(r.log_q, self.best.log_q)]
+        better = [r for r in tried if clearly_better(r.chances, self.best.chances)]
         if better:
-            self.best = max(better, key=lambda r: r.mean_log_q)
+            K = min(r.chances.shape[1] for r in better)
+            self.best = max(better, key=lambda r: expected_drafts(r.chances[:, :K]).mean())
 
     def verdict(self) -> Diagnosis:
         loaded, best, config = self.readings[0], self.best, self.drafter.config
@@ -252,10 +252,10 @@ class _Search:
             kinds = {"sample_from_anchor": "slots", "target_layer_ids": "layers", "rope_theta": "rope"}
             verdict = "+".join(kinds.get(k, k) for k in best.changed)
             gain = f"tau {loaded.tau:.2f} as loaded, {best.tau:.2f} so"
-            advice = f"Read otherwise, the drafter knows the target's text better ({gain}): {_advice(best.changed, config)}"
+            advice = f"Read otherwise, the drafter predicts the target's text better ({gain}): {_advice(best.changed, config)}"
             return Diagnosis(verdict, advice, self.readings, best.changed)
         if loaded.first >= SENSE:
-            advice = f"As loaded, the drafter fits: no other reading knows the target's text better (tau {loaded.tau:.2f})."
+            advice = f"As loaded, the drafter fits: no other reading predicts the target's text better (tau {loaded.tau:.2f})."
             return Diagnosis("fits", advice, self.readings)
         sure = f"No reading helps (mean probability of its drafts {loaded.sharpness:.2f})"
         if untouched(self.drafter):
@@ -275,13 +275,20 @@ def untouched(drafter) -> bool:
     return bool(norms) and all(bool((p == 1).all()) for p in norms)
 
 
+def expected_drafts(chances: torch.Tensor) -> torch.Tensor:
+    """Drafts [N] expected to be right before the first wrong one, from the chances [N, K] of each.
+
+    Example: chances 0.5, 0.5 give 0.5 + 0.25.
+    """
+    return chances.cumprod(1).sum(1)
+
+
 def clearly_better(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether log-probabilities `a` [N, K] of the same tokens beat `b` [N, K'] by more than chance: by 3 standard errors of the
-    anchors' means, and by 0.03 nats. Drafts that only one of them has don't count."""
+    """Whether chances `a` [N, K] beat `b` [N, K'] of the same places by more than chance: by 3 standard errors of the expected
+    drafts, and by 0.04 of a draft. Only positions that both have count."""
     K = min(a.shape[1], b.shape[1])
-    gain = (a[:, :K] - b[:, :K]).nanmean(1)
-    gain = gain[~gain.isnan()]
-    return len(gain) > 1 and gain.mean().item() > max(0.03, 3 * gain.std().item() / math.sqrt(len(gain)))
+    gain = expected_drafts(a[:, :K]) - expected_drafts(b[:, :K])
+    return len(gain) > 1 and gain.mean().item() > max(0.04, 3 * gain.std().item() / math.sqrt(len(gain)))
 
 
 def _name(changed: dict, config) -> str:

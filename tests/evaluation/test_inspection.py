@@ -1,7 +1,5 @@
 """Inspection names what is wrong with drafters broken on purpose, and finds nothing wrong with a whole one."""
 
-import math
-
 import pytest
 import tiny
 import tiny_chat
@@ -9,7 +7,7 @@ import torch
 
 from hf_dspark import DSparkConfig, DSparkDrafter, SpeculationConfig
 from hf_dspark.evaluation import inspection
-from hf_dspark.evaluation.inspection import clearly_better, describe, diagnose, judge, variant
+from hf_dspark.evaluation.inspection import clearly_better, describe, diagnose, expected_drafts, judge, variant
 
 
 def rebuilt(drafter, target=None, tensors=None, **changes):
@@ -57,7 +55,7 @@ def test_a_fault_is_named_with_what_to_do_about_it(fault, verdict, changes, word
     tensors = {"lm_head.weight": permuted_head(target)} if "own_head" in fault else {}
     diagnosis = found(rebuilt(drafter, tensors=tensors, **fault))
     assert diagnosis.verdict == verdict and diagnosis.changes == changes and words in diagnosis.advice
-    best = max(diagnosis.readings, key=lambda r: r.mean_log_q)
+    best = max(diagnosis.readings, key=lambda r: r.expected)
     assert best.changed == changes and best.tau > 4 > diagnosis.readings[0].tau
 
 
@@ -115,12 +113,16 @@ def test_variants_share_weights_and_leave_the_drafter_as_it_was():
     assert not torch.equal(other.rotary_emb.inv_freq, drafter.rotary_emb.inv_freq)
 
 
+def test_expected_drafts_end_at_the_first_wrong_one():
+    assert expected_drafts(torch.tensor([[0.5, 0.5], [0.0, 1.0]])).tolist() == [0.75, 0.0]
+
+
 def test_a_small_or_uncertain_gain_is_no_clear_one():
-    zeros, noise = torch.zeros(40, 3), torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
-    assert clearly_better(zeros + 0.2, zeros) and not clearly_better(zeros + 0.01, zeros)
-    assert not clearly_better(noise * 3 + 0.2, zeros)
-    lacking = zeros.masked_fill(torch.arange(3) == 0, math.nan)
-    assert clearly_better(lacking + 0.2, zeros[:, :2])
+    half, noise = torch.full((40, 3), 0.5), torch.rand(40, 3, generator=torch.Generator().manual_seed(0))
+    assert clearly_better(half + 0.1, half) and not clearly_better(half + 0.005, half) and not clearly_better(half, half)
+    mean = expected_drafts(noise).mean()  # a constant with the same mean is no better and no worse
+    assert not clearly_better(noise, torch.full((40, 1), float(mean))) and not clearly_better(noise + 0.03, noise.flip(0))
+    assert clearly_better(half + 0.1, half[:, :2])
 
 
 def test_answers_shorter_than_a_block_judge_nothing():
