@@ -7,6 +7,8 @@ import pytest
 import tiny
 import tiny_chat
 import torch
+import transformers
+from packaging.version import Version
 
 from hf_dspark.evaluation import benchmark
 from hf_dspark.evaluation.benchmark import Method, Plan, make_methods, run, write_json
@@ -15,6 +17,7 @@ from hf_dspark.evaluation.metrics import Round
 from hf_dspark.evaluation.prompts import Prompt, render
 
 NEW = 16
+STOCK = ["stock"] if Version(transformers.__version__) >= Version("5.18") else []  # refused before
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +28,7 @@ def models():
 
 def plan(**changes):
     prompts = [Prompt((text,), "ab"[i % 2], i) for i, text in enumerate(tiny_chat.PROMPTS)]
-    default = dict(prompts=prompts, methods=make_methods(["plain", "lookup", "stock", "own"]), max_new_tokens=NEW)
+    default = dict(prompts=prompts, methods=make_methods(["plain", "lookup", *STOCK, "own"]), max_new_tokens=NEW)
     return Plan(**{**default, **changes})
 
 
@@ -40,8 +43,8 @@ def entry(result, method, group="all"):
 
 def test_every_prompt_is_answered_by_every_method_and_greedy_answers_are_equal(result):
     assert not result["refused"]
-    assert len(result["records"]) == 4 * 4
-    assert [entry(result, m)["same_text"] for m in ("lookup", "stock", "own")] == [1.0, 1.0, 1.0]
+    assert len(result["records"]) == 4 * (3 + len(STOCK))
+    assert {entry(result, m)["same_text"] for m in ("lookup", *STOCK, "own")} == {1.0}
     assert all(r["tokens"] == NEW and r["decode_tokens"] + 1 <= NEW for r in result["records"])
 
 
