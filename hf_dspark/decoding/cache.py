@@ -12,6 +12,11 @@ from transformers.cache_utils import CacheLayerMixin
 
 from hf_dspark.modeling.draft_cache import RaggedBuffer, Slots
 
+LOOPED = (
+    "This target runs a layer several times per token, each time with keys and values of their own, which a cache of one entry "
+    "per layer and token can't hold: generate without assistant_model."
+)
+
 
 class RaggedLayer(CacheLayerMixin):
     """One layer of a [`TargetCache`]: never evicts, a sliding window lives in the mask."""
@@ -21,7 +26,7 @@ class RaggedLayer(CacheLayerMixin):
 
     def __init__(self, owner: "TargetCache"):
         super().__init__()
-        self.owner, self.buffer = owner, RaggedBuffer()
+        self.owner, self.buffer, self.written = owner, RaggedBuffer(), None
         self.is_initialized = True
 
     def lazy_initialization(self, *args) -> None:
@@ -33,6 +38,9 @@ class RaggedLayer(CacheLayerMixin):
                 "This cache was returned by generate(assistant_model=drafter), and its rows have their own lengths, which "
                 "plain generation can't fill: pass cache.to_dynamic(), or the drafter again."
             )
+        if self.written is self.owner.slots:
+            raise ValueError(LOOPED)
+        self.written = self.owner.slots
         return self.buffer.write(key_states, value_states, self.owner.slots)
 
     def get_seq_length(self) -> int:

@@ -4,7 +4,7 @@ import inspect
 
 import torch
 
-from .cache import TargetCache, attention_masks
+from .cache import LOOPED, TargetCache, attention_masks
 
 # What generate() prepares by itself; anything else is an input this loop doesn't know how to continue.
 KNOWN_INPUTS = {
@@ -62,7 +62,7 @@ class FeatureTap:
     def __enter__(self) -> "FeatureTap":
         def output_of(i):
             def hook(module, args, output):
-                self.captured[i] = output[0] if isinstance(output, tuple) else output
+                self.captured[i] = output[0] if isinstance(output, tuple | list) else output
 
             return hook
 
@@ -85,6 +85,12 @@ class FeatureTap:
     def features(self, device=None) -> torch.Tensor:
         """[B, T, m*D] of the last forward, taps side by side in the listed order, on `device` (default: the first tap's)."""
         parts = [self.captured[i] for i in self.layer_ids]
+        for i, p in zip(self.layer_ids, parts):
+            if p.dim() != 3:
+                raise ValueError(
+                    f"Layer {i} of this target gives states of shape {tuple(p.shape)}, several streams per token, and drafters "
+                    "read one: generate without assistant_model."
+                )
         device = device or parts[0].device
         return torch.cat([p.to(device) for p in parts], -1)
 
@@ -126,6 +132,8 @@ class Target:
                 out = self.model(**inputs, return_dict=True)
         finally:
             cache.slots = None
+        if len(cache.layers) != self.config.num_hidden_layers:
+            raise ValueError(LOOPED)
         if not self.keeps_logits and not isinstance(keep, int):
             out.logits = out.logits[:, keep]
         return out
@@ -154,10 +162,18 @@ def check_target_model(model) -> None:
             f"{name} has layers of type {', '.join(odd)}, whose cache can't be rolled back row by row: generate without "
             "assistant_model, or use a target with attention layers only."
         )
-    if "position_ids" not in inspect.signature(model.forward).parameters:
+    parameters = inspect.signature(model.forward).parameters
+    if "position_ids" not in parameters or getattr(text, "alibi", False):
         raise ValueError(
-            f"{name}.forward takes no position_ids, so rows of different lengths can't be placed (ALiBi models are of this "
-            "kind): generate without assistant_model, or use a target with rotary or learned positions."
+            f"{name} places tokens by their slot (ALiBi), not by position_ids, so rows of different lengths can't be placed: "
+            "generate without assistant_model, or use a target with rotary or learned positions."
+        )
+    if "cache" not in parameters and "past_key_values" not in parameters:
+        raise ValueError(f"{name} keeps no cache, and drafts are verified on top of one: generate without assistant_model.")
+    if "local" in (getattr(text, "attention_layers", None) or ()):
+        raise ValueError(
+            f"{name} measures the window of its local layers in cache slots, which rows of different lengths don't share: "
+            "generate without assistant_model."
         )
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     if isinstance(rope, dict) and rope.get("mrope_section"):

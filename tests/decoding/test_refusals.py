@@ -163,3 +163,43 @@ def test_targets_with_positions_of_several_components_are_refused():
     )  # fmt: skip
     vision = dict(depth=1, embed_dim=8, hidden_size=16, num_heads=1)
     refused(Qwen2VLForConditionalGeneration(Qwen2VLConfig(text_config=text, vision_config=vision)), "mrope_section")
+
+
+def test_targets_that_place_tokens_by_slot_are_refused():
+    target = tiny_target("falcon", vocab_size=30, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, alibi=True)
+    refused(target, "ALiBi")
+    layers = [[["global", "local"], 1]]
+    target = tiny_target("gpt_neo", vocab_size=30, hidden_size=16, num_layers=2, num_heads=2, attention_types=layers)
+    refused(target, "local layers")
+
+
+def test_targets_without_a_cache_are_refused():
+    refused(tiny_target("openai-gpt", vocab_size=30, n_embd=16, n_layer=2, n_head=2), "keeps no cache|position_ids")
+
+
+def test_targets_with_several_streams_per_token_are_refused():
+    target = tiny_target(
+        "gemma3n_text", vocab_size=30, vocab_size_per_layer_input=30, hidden_size=16, num_hidden_layers=3, head_dim=8,
+        num_attention_heads=2, num_key_value_heads=1, intermediate_size=[16] * 3, hidden_size_per_layer_input=4,
+        laurel_rank=4, altup_num_inputs=2, num_kv_shared_layers=0, activation_sparsity_pattern=[0.0] * 3,
+        layer_types=["full_attention"] * 3,
+    )  # fmt: skip
+    refused(target, "several streams")
+
+
+def test_targets_that_run_a_layer_several_times_are_refused(fresh_target, llama):
+    fresh_target.model.layers[1] = fresh_target.model.layers[0]
+    with pytest.raises(ValueError, match="several times per token"):
+        fresh_target.generate(llama.prompts[0][None], assistant_model=tiny.oracle(llama.texts), max_new_tokens=4)
+
+
+def test_targets_that_add_layers_to_the_cache_are_refused(fresh_target, llama, monkeypatch):
+    forward = fresh_target.model.layers[0].forward
+
+    def adding(*args, **kwargs):
+        kwargs[tiny.CACHE].layers.append(kwargs[tiny.CACHE].layers[0])
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(fresh_target.model.layers[0], "forward", adding)
+    with pytest.raises(ValueError, match="several times per token"):
+        fresh_target.generate(llama.prompts[0][None], assistant_model=tiny.oracle(llama.texts), max_new_tokens=4)
