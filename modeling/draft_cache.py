@@ -42,6 +42,8 @@ class RaggedBuffer:
             old = 0 if self.keys is None else self.keys.shape[2]
             capacity = max(-(-slots.end // BUCKET) * BUCKET, min(2 * old, old + 1024))
             self.keys, self.values = self._grown(self.keys, keys, capacity), self._grown(self.values, values, capacity)
+        elif self.keys.is_inference() and not torch.is_inference_mode_enabled():  # a chat may leave inference_mode
+            self.keys, self.values = self.keys.clone(), self.values.clone()
         if slots.uniform:
             self.keys[:, :, slots.end - slots.count : slots.end] = keys
             self.values[:, :, slots.end - slots.count : slots.end] = values

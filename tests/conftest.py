@@ -1,4 +1,4 @@
-"""Shared by all tests: the models of tiny.py as fixtures, quiet loggers, and no gradients."""
+"""Shared by all tests: the models of tiny.py as fixtures, quiet loggers, one seed."""
 
 import logging
 
@@ -8,9 +8,13 @@ import torch
 
 
 @pytest.fixture(autouse=True)
-def no_warnings_about_padding(caplog):
+def quiet_about_padding():
     """transformers warns on every right-padded batch, which here is the point."""
-    logging.getLogger("transformers").setLevel(logging.ERROR)
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    yield
+    logger.setLevel(level)
 
 
 @pytest.fixture(params=tiny.TARGETS, scope="session")

@@ -1,6 +1,7 @@
 """The target model: its decoder layers, the features tapped from them, and one forward with a ragged cache."""
 
 import inspect
+from threading import get_ident
 
 import torch
 
@@ -60,14 +61,18 @@ class FeatureTap:
         self.handles: list = []
 
     def __enter__(self) -> "FeatureTap":
+        thread = get_ident()  # other threads may run the same target: their states are not ours
+
         def output_of(i):
             def hook(module, args, output):
-                self.captured[i] = output[0] if isinstance(output, tuple | list) else output
+                if get_ident() == thread:
+                    self.captured[i] = output[0] if isinstance(output, tuple | list) else output
 
             return hook
 
         def input_of(module, args, kwargs):
-            self.captured[-1] = args[0] if args else kwargs["hidden_states"]
+            if get_ident() == thread:
+                self.captured[-1] = args[0] if args else kwargs["hidden_states"]
 
         for i in self.layer_ids:
             if i == -1:

@@ -137,6 +137,15 @@ def test_three_turns_on_one_cache(llama):
         batch = second_turn(batch, out)
 
 
+def test_a_chat_may_leave_inference_mode_and_enter_it_again(llama):
+    drafter, batch, cache = tiny.make_drafter(llama.target), llama.padded(), DynamicCache()
+    for context in (torch.inference_mode, torch.no_grad, torch.inference_mode):
+        with context():
+            out = talk(llama.target, batch, drafter, cache=cache)
+        assert generated(out, batch["input_ids"].shape[1], [TURN] * 4) == alone(llama.target, batch, TURN)
+        batch = second_turn(batch, out)
+
+
 def test_a_cache_carries_no_model(llama):
     out = talk(llama.target, llama.padded(), tiny.make_drafter(llama.target), return_dict_in_generate=True)
     given = DynamicCache()

@@ -1,6 +1,7 @@
 """The hook: drafters of ours reach our loop, everything else is left to transformers, and nothing stays behind."""
 
 import copy
+import threading
 
 import pytest
 import tiny
@@ -173,6 +174,26 @@ def test_hooks_of_the_users_own_stay(fresh_target, llama):
     )
     assert seen and forward_hooks(fresh_target)
     handle.remove()
+
+
+def test_threads_that_share_a_target_do_not_see_each_others_states(llama):
+    ready, results = threading.Barrier(3), {}
+
+    def work(row):
+        drafter = tiny.make_drafter(llama.target, seed=row)
+        ready.wait()
+        for _ in range(3):
+            out = llama.target.generate(
+                llama.prompts[row][None], assistant_model=drafter, max_new_tokens=tiny.NEW, do_sample=False
+            )
+            results.setdefault(row, []).append(out[0].tolist())
+
+    threads = [threading.Thread(target=work, args=(row,)) for row in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {row: [llama.texts[row]] * 3 for row in range(3)}
 
 
 # ---------------------------------------------------------------------- which knobs hold

@@ -146,6 +146,16 @@ def test_noise_belongs_to_the_row_and_the_token_and_not_to_the_batch():
     assert alone[0, 2:].tolist() == together[1]
 
 
+@pytest.mark.parametrize("verification", ["ratio", "block"])
+@pytest.mark.parametrize("kind", ["markov", "chain"])
+def test_a_rows_sample_does_not_depend_on_the_rest_of_the_batch(verification, kind):
+    prompts = [torch.tensor([9, 8, 7, 6]), torch.tensor([5, 4]), torch.tensor([30] * 7)]
+    knobs = SpeculationConfig(verification=verification, seed=8, loop_gate=-9.0, max_draft_stages=2)
+    args = dict(do_sample=True, max_new_tokens=12, assistant_model=drafter(kind, True), speculation=knobs)
+    together = target().generate(**tiny.padded(prompts), **args)[0, 7:]
+    assert target().generate(prompts[0][None], **args)[0, 4:].equal(together)
+
+
 def test_seeds_matter_and_without_one_set_seed_rules():
     prompt = torch.tensor([[5, 6, 7]])
 
