@@ -12,14 +12,26 @@ from hf_dspark.evaluation.benchmark import write_json
 from hf_dspark.evaluation.environment import environment, file_hash
 from hf_dspark.evaluation.prompts import read_prompts, render
 
-from .shared import EMBEDDED, console, load_drafter, load_target, number, progress, prompt_warnings, say, table, warn
+from .shared import (
+    EMBEDDED,
+    check_drafter,
+    console,
+    load_drafter,
+    load_target,
+    number,
+    progress,
+    prompt_warnings,
+    say,
+    table,
+    warn,
+)
 
 app = typer.Typer()
 
 
 @app.command()
 def calibrate(
-    drafter: str = typer.Argument(..., help="Hub id or folder of a drafter."),
+    drafter: str = typer.Argument(..., callback=check_drafter, help="Hub id or folder of a drafter."),
     target: str = typer.Option(..., help=f"Hub id or folder of its target; '{EMBEDDED}' is the demo's model."),
     prompts: Annotated[Path, typer.Option(help="jsonl of prompts that the drafter wasn't trained on.")] = ...,
     limit: int = typer.Option(None, help="Only the first so many prompts."),

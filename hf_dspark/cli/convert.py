@@ -6,14 +6,14 @@ from typing import Annotated
 
 import typer
 
-from .shared import EMBEDDED, dtype_of, load_drafter, load_target, say
+from .shared import EMBEDDED, check_drafter, dtype_of, load_drafter, load_target, say
 
 app = typer.Typer()
 
 
 @app.command()
 def convert(
-    source: Annotated[str, typer.Argument(help="Hub id or folder of a drafter in any published format.")],
+    source: Annotated[str, typer.Argument(callback=check_drafter, help="Hub id or folder of a drafter, in any format.")],
     folder: Annotated[Path, typer.Argument(help="Where to write.")],
     to: str = typer.Option(..., help="own, speculators (vLLM), deepspec (vLLM, DeepSpec), sglang, or zlab."),
     target: str = typer.Option(None, help=f"Hub id or folder of the target, or '{EMBEDDED}': gives what the drafter borrows."),

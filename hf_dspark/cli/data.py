@@ -12,7 +12,7 @@ from hf_dspark.evaluation.prompts import JsonLines, read_prompts
 from hf_dspark.training.data import ChatDataset, example_from, template_hash
 from hf_dspark.training.generation import GenerateAnswers, Request, Sampling, ServerAnswers
 
-from .shared import EMBEDDED, console, load_drafter, load_target, number, progress, say, table
+from .shared import EMBEDDED, check_drafter, console, load_drafter, load_target, number, progress, say, table
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -24,7 +24,7 @@ def generate(
     ),
     prompts: Annotated[list[Path], typer.Option(help="jsonl of `turns`, `messages` or `prompt`; repeatable.")] = ...,
     out: Annotated[Path, typer.Option(help="Grows by whole lines; a second call goes on.")] = ...,
-    drafter: str = typer.Option(None, help="Hub id or folder of a drafter, to speed it up."),
+    drafter: str = typer.Option(None, callback=check_drafter, help="Hub id or folder of a drafter, to speed it up."),
     temperature: Annotated[list[float], typer.Option(help="Taken in turn; 0 is greedy; repeatable.")] = (0.0, 0.7, 1.0),
     max_new_tokens: int = typer.Option(512, help="Longest answer."),
     batch_size: int = typer.Option(8, help="Prompts answered together."),

@@ -8,7 +8,7 @@ from hf_dspark.evaluation import metrics
 from hf_dspark.evaluation.prompts import render
 from hf_dspark.evaluation.timing import Clock
 
-from .shared import EMBEDDED, console, load_drafter, load_target, number, say, shipped_drafter, table
+from .shared import EMBEDDED, check_drafter, console, load_drafter, load_target, number, say, shipped_drafter, table
 from .streaming import DraftPrinter
 
 PROMPTS = (
@@ -22,7 +22,7 @@ app = typer.Typer()
 
 @app.command()
 def demo(
-    drafter: str = typer.Option(None, help="Folder or Hub id of a drafter for SmolLM2-135M-Instruct."),
+    drafter: str = typer.Option(None, callback=check_drafter, help="Folder or Hub id of a drafter for SmolLM2-135M-Instruct."),
     prompt: Annotated[list[str], typer.Option(help="Prompts to answer; may be given several times.")] = PROMPTS,
     max_new_tokens: int = typer.Option(80, help="Longest answer."),
     dtype: str = typer.Option("bfloat16", help="bfloat16 is faster; in float32 the texts are equal token for token."),

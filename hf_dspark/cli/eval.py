@@ -12,7 +12,19 @@ from hf_dspark.evaluation.environment import environment, file_hash
 from hf_dspark.evaluation.prompts import read_prompts
 from hf_dspark.evaluation.timing import Busy
 
-from .shared import EMBEDDED, console, load_drafter, load_target, number, progress, prompt_warnings, say, table, warn
+from .shared import (
+    EMBEDDED,
+    check_drafter,
+    console,
+    load_drafter,
+    load_target,
+    number,
+    progress,
+    prompt_warnings,
+    say,
+    table,
+    warn,
+)
 
 app = typer.Typer()
 
@@ -21,7 +33,7 @@ app = typer.Typer()
 def evaluate(
     target: str = typer.Argument(..., help=f"Hub id or folder of the target; '{EMBEDDED}' is the demo's model."),
     prompts: Annotated[list[Path], typer.Option(help="jsonl of `turns`, `messages` or `prompt`; repeatable.")] = ...,
-    drafter: str = typer.Option(None, help="Hub id or folder of a drafter."),
+    drafter: str = typer.Option(None, callback=check_drafter, help="Hub id or folder of a drafter."),
     methods: str = typer.Option("plain,lookup,own", help="Of plain, lookup, stock and own, with commas."),
     setting: Annotated[list[str], typer.Option(help="Knobs for own and stock, e.g. 'num_draft_tokens=3'; repeatable.")] = (),
     temperature: Annotated[list[float], typer.Option(help="0 is greedy; repeatable.")] = (0.0,),

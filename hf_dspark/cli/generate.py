@@ -13,7 +13,7 @@ from hf_dspark.evaluation import metrics
 from hf_dspark.evaluation.prompts import JsonLines, read_prompts, render
 from hf_dspark.modeling import SpeculationConfig
 
-from .shared import EMBEDDED, console, load_drafter, load_target, number, progress, prompt_warnings, say, warn
+from .shared import EMBEDDED, check_drafter, console, load_drafter, load_target, number, progress, prompt_warnings, say, warn
 from .streaming import DraftPrinter
 
 app = typer.Typer()
@@ -23,7 +23,7 @@ app = typer.Typer()
 def generate(
     target: str = typer.Argument(..., help=f"Hub id or folder of the target; '{EMBEDDED}' is the demo's model."),
     prompt: str = typer.Argument(None, help="The prompt; '-' reads standard input."),
-    drafter: str = typer.Option(None, help="Hub id or folder of a drafter. Without one, plain decoding."),
+    drafter: str = typer.Option(None, callback=check_drafter, help="Hub id or folder of a drafter; without, plain decoding."),
     batch_file: Annotated[Path, typer.Option(help="jsonl of `prompt`, `turns` or `messages`, instead of PROMPT.")] = None,
     out: Annotated[Path, typer.Option(help="Where the answers go, as they come; a second call goes on.")] = None,
     batch_size: int = typer.Option(1, help="Prompts of --batch-file decoded together."),

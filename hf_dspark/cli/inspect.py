@@ -10,7 +10,7 @@ from hf_dspark.evaluation.exactness import check_exactness
 from hf_dspark.evaluation.inspection import describe, diagnose
 from hf_dspark.evaluation.prompts import read_prompts, render
 
-from .shared import EMBEDDED, console, load_drafter, load_target, number, say, table
+from .shared import EMBEDDED, check_drafter, console, load_drafter, load_target, number, say, table
 
 PROMPTS = (
     "Explain in a few sentences why the sky is blue.",
@@ -23,7 +23,7 @@ app = typer.Typer()
 
 @app.command()
 def inspect(
-    drafter: str = typer.Argument(..., help="Hub id or folder of a drafter, in any published format."),
+    drafter: str = typer.Argument(..., callback=check_drafter, help="Hub id or folder of a drafter, in any published format."),
     target: str = typer.Option(None, help=f"Hub id or folder of a target to try it on; '{EMBEDDED}' is the demo's model."),
     check: bool = typer.Option(False, help="Compare greedy texts with and without the drafter; needs --target."),
     prompts: Annotated[Path, typer.Option(help="jsonl of prompts; three of our own by default.")] = None,

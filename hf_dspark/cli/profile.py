@@ -8,14 +8,14 @@ import typer
 from hf_dspark.evaluation.profiling import cached_profile
 from hf_dspark.evaluation.timing import Busy
 
-from .shared import EMBEDDED, console, load_drafter, load_target, number, progress, say, table, warn
+from .shared import EMBEDDED, check_drafter, console, load_drafter, load_target, number, progress, say, table, warn
 
 app = typer.Typer()
 
 
 @app.command()
 def profile(
-    drafter: str = typer.Argument(..., help="Hub id or folder of a drafter."),
+    drafter: str = typer.Argument(..., callback=check_drafter, help="Hub id or folder of a drafter."),
     target: str = typer.Option(..., help=f"Hub id or folder of its target; '{EMBEDDED}' is the demo's model."),
     rows: str = typer.Option("1,4", help="Batch sizes."),
     widths: str = typer.Option("1,2,4,8,16", help="Tokens per row in a forward; 1 is plain decoding."),

@@ -39,6 +39,15 @@ def load_target(name: str, dtype: str = "auto", device: str | None = None):
     return model.to(device) if device else model, tokenizer
 
 
+def check_drafter(name: str | None) -> str | None:
+    """The callback of every option that names a drafter: a path that leads nowhere is refused before anything is loaded."""
+    from hf_dspark.hub.checkpoint import check_place
+
+    if name is not None:
+        check_place(name)
+    return name
+
+
 def load_drafter(name, target=None, **overrides):
     from hf_dspark.auto import AutoDrafter
 

@@ -10,7 +10,7 @@ import typer
 
 from hf_dspark.evaluation.environment import environment
 
-from .shared import EMBEDDED, load_drafter, load_target, say
+from .shared import EMBEDDED, check_drafter, load_drafter, load_target, say
 
 app = typer.Typer()
 METHODS = {
@@ -67,6 +67,8 @@ def train(
     device: str = typer.Option(None, help="cpu, cuda, ...; what accelerate chooses by default."),
 ):
     """Train a drafter for a target, or several on one target's features; under `accelerate launch` on many devices."""
+    if init_from != "target":
+        check_drafter(init_from)
     import transformers
     from transformers import TrainingArguments
 

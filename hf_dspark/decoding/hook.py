@@ -1,6 +1,7 @@
 """How `target.generate(assistant_model=drafter)` reaches our loop: the only file that patches transformers."""
 
 import functools
+from os import PathLike
 
 from transformers import GenerationConfig, GenerationMixin
 
@@ -30,6 +31,11 @@ def _wrap_validation(original):
     @functools.wraps(original)
     def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs, *args, **kwargs):
         assistant = generation_mode_kwargs.get("assistant_model")
+        if isinstance(assistant, str | PathLike):
+            raise ValueError(
+                f"assistant_model={str(assistant)!r} is a name, and generate() takes a model that is loaded already: pass "
+                f"assistant_model=AutoDrafter.from_pretrained({str(assistant)!r}, target=...), or another loaded model."
+            )
         if not _is_ours(assistant):
             if getattr(generation_config, "speculation", None) is not None:
                 raise ValueError(

@@ -36,8 +36,7 @@ class Checkpoint:
             OSError: no such folder or repo, no `config.json` in it, or the Hub can't be reached.
         """
         name = str(repo_or_path)
-        if Path(name).is_file():
-            raise OSError(f"{name} is a file, and a drafter is a folder of config.json and weights: give the folder.")
+        check_place(name, subfolder)
 
         def fetch(filename, required=False):
             started = time.time()
@@ -77,6 +76,28 @@ class Checkpoint:
 
     def read(self, name: str) -> torch.Tensor:
         return self.files[name].read(name)
+
+
+def check_place(name: str, subfolder: str = "") -> None:
+    """Refuse what is no drafter's folder and can't be an id on the Hub. Reads nothing, and asks nobody.
+
+    Raises:
+        OSError: a file, a folder without `config.json`, or a path that leads nowhere.
+    """
+    path = Path(name)
+    if path.is_file():
+        raise OSError(f"{name} is a file, and a drafter is a folder of config.json and weights: give the folder.")
+    if path.is_dir() and not (path / subfolder / "config.json").is_file():
+        inside = [str(config.parent) for config in sorted((path / subfolder).glob("*/config.json"))]
+        raise OSError(
+            f"{path / subfolder} was given as a drafter, and there is no config.json in it: give the folder that "
+            "config.json and the weights lie in" + (f", such as {inside[-1]}." if inside else ".")
+        )
+    if not path.is_dir() and (name.startswith((".", "/", "~")) or "\\" in name or name.count("/") > 1 or name.endswith("/")):
+        raise OSError(
+            f"{name} was given as a drafter, and there is no such folder (from {Path.cwd()}); an id on the Hub would read "
+            "owner/name: give a folder of config.json and weights, or such an id."
+        )
 
 
 def check_download(path: str, started: float) -> None:

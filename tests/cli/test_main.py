@@ -32,6 +32,25 @@ def test_an_error_is_a_sentence_and_a_traceback_only_on_request():
     assert isinstance(call("--debug", "generate", "nowhere").exception, ValueError)
 
 
+WITH_A_DRAFTER = [
+    ["generate", "no-target", "text", "--drafter"],
+    ["eval", "no-target", "--prompts", "x", "--drafter"],
+    ["data", "generate", "no-target", "--prompts", "x", "--out", "y", "--drafter"],
+    ["train", "no-target", "--data", "x", "--output", "y", "--init-from"],
+    ["calibrate", "--target", "no-target", "--prompts", "x"],
+    ["profile", "--target", "no-target"],
+    ["inspect", "--target", "no-target"],
+    ["convert", "--target", "no-target", "--to", "own"],
+    ["demo", "--drafter"],
+]
+
+
+@pytest.mark.parametrize("arguments", WITH_A_DRAFTER, ids=lambda a: a[0])
+def test_a_drafter_that_is_not_there_is_refused_before_a_target_is_loaded(arguments):
+    result = call(*arguments, "./nowhere", *(["folder"] if arguments[0] == "convert" else []))
+    assert result.exit_code == 1 and "./nowhere was given as a drafter, and there is no such folder" in result.output
+
+
 def test_a_missing_package_is_named_with_what_installs_it(monkeypatch):
     def broken(name):
         raise ModuleNotFoundError("No module named 'datasets'", name="datasets")

@@ -47,6 +47,7 @@ def prompt(llama):
         (dict(assistant_tokenizer=object()), "shares its target's tokenizer"),
         (dict(token_healing=True), "needs tokenizer"),
         (dict(speculation={"seed": 1}), "SpeculationConfig"),
+        (dict(assistant_model="./nowhere"), r"'\./nowhere' is a name.*AutoDrafter"),
         (dict(speculation=SpeculationConfig(confidence_threshold=0.5)), "confidence_head.*confidence_threshold=0"),
     ],
     ids=lambda x: "-".join(x) if isinstance(x, dict) else "",

@@ -190,8 +190,24 @@ def test_a_config_without_weights_says_which_files_it_looked_for(tmp_path):
     shutil.copy(drafter_folder("zlab-dflash-b8") / "config.json", tmp_path)
     with pytest.raises(OSError, match=r"no weights.*model\.safetensors.*pytorch_model\.bin"):
         AutoDrafter.from_pretrained(tmp_path)
-    with pytest.raises(OSError):
-        AutoDrafter.from_pretrained(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("place", ["./nowhere", "nope/", "/no/where", "~/nowhere", "a/b/c", "..\\nowhere"])
+def test_a_path_that_leads_nowhere_is_told_from_an_id_on_the_hub(place):
+    with pytest.raises(OSError, match="there is no such folder.*owner/name: give a folder") as error:
+        AutoDrafter.from_pretrained(place)
+    assert str(error.value).startswith(place)
+
+
+def test_a_folder_without_a_config_says_so_and_names_the_one_inside(tmp_path):
+    with pytest.raises(OSError, match=r"no config\.json in it: give the folder"):
+        AutoDrafter.from_pretrained(tmp_path)
+    (tmp_path / "final").mkdir()
+    (tmp_path / "final" / "config.json").write_text("{}")
+    with pytest.raises(OSError, match="such as .*final"):
+        AutoDrafter.from_pretrained(tmp_path)
+    with pytest.raises(OSError, match=r"final.other.* no config\.json in it"):
+        AutoDrafter.from_pretrained(tmp_path, subfolder="final/other")
 
 
 # ------------------------------------------------------------------ files
