@@ -55,11 +55,14 @@ def load_drafter(name, target=None, **overrides):
 
 
 def prompt_warnings(drafter, tokenizer, chat: bool, thinking: bool | None) -> list[str]:
-    """Ways in which prompts differ from those the drafter was trained on; each of them costs acceptance, not exactness."""
+    """Ways in which prompts differ from those the drafter was trained on; each of them costs acceptance, not exactness.
+
+    With `thinking=None` the chat template decides, so there is nothing to compare.
+    """
     from hf_dspark.training.data import template_hash
 
     config, warnings = drafter.config, []
-    if config.enable_thinking is not None and chat and bool(thinking) != config.enable_thinking:
+    if chat and None not in (thinking, config.enable_thinking) and thinking != config.enable_thinking:
         trained, flag = ("on", "--thinking") if config.enable_thinking else ("off", "--no-thinking")
         warnings.append(
             f"The drafter was trained with thinking {trained}, and this call renders prompts otherwise: fewer drafts will be "

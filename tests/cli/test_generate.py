@@ -114,6 +114,7 @@ def test_prompts_unlike_the_training_chats_are_warned_about(world):
     assert shared.prompt_warnings(drafter, tokenizer, chat=True, thinking=None) == []
     assert "--no-thinking" in shared.prompt_warnings(drafter, tokenizer, chat=True, thinking=True)[0]
     drafter.config.enable_thinking = True
+    assert shared.prompt_warnings(drafter, tokenizer, chat=True, thinking=None) == []  # the template decides
     assert "--thinking" in shared.prompt_warnings(drafter, tokenizer, chat=True, thinking=False)[0]
     drafter.config.enable_thinking, drafter.config.template_hash = None, "abc"
     assert "another chat template" in shared.prompt_warnings(drafter, tokenizer, chat=True, thinking=None)[0]
