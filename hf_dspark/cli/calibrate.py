@@ -26,14 +26,14 @@ from .shared import (
     warn,
 )
 
-app = typer.Typer()
+app = typer.Typer(add_completion=False)
 
 
 @app.command()
 def calibrate(
     drafter: str = typer.Argument(..., callback=check_drafter, help="Hub id or folder of a drafter."),
     target: str = typer.Option(..., help=f"Hub id or folder of its target; '{EMBEDDED}' is the demo's model."),
-    prompts: Annotated[Path, typer.Option(help="jsonl of prompts that the drafter wasn't trained on.")] = ...,
+    prompts: Annotated[Path, typer.Option(exists=True, help="jsonl of prompts that the drafter wasn't trained on.")] = ...,
     limit: int = typer.Option(None, help="Only the first so many prompts."),
     max_new_tokens: int = typer.Option(128, help="Longest answer."),
     temperature: float = typer.Option(1.0, help="Of the answers; confidence heads are trained on 1, 0 is greedy."),

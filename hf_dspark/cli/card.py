@@ -7,7 +7,7 @@ import typer
 
 from .shared import say
 
-app = typer.Typer()
+app = typer.Typer(add_completion=False)
 
 
 @app.command()

@@ -8,7 +8,7 @@ import typer
 
 from .shared import EMBEDDED, check_drafter, dtype_of, load_drafter, load_target, say
 
-app = typer.Typer()
+app = typer.Typer(add_completion=False)
 
 
 @app.command()

@@ -14,7 +14,7 @@ from hf_dspark.training.generation import GenerateAnswers, Request, Sampling, Se
 
 from .shared import EMBEDDED, check_drafter, console, load_drafter, load_target, number, progress, say, table
 
-app = typer.Typer(no_args_is_help=True)
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Make training data, and look at it.")
 
 
 @app.command()
@@ -22,7 +22,7 @@ def generate(
     target: str = typer.Argument(
         ..., help=f"Hub id or folder; '{EMBEDDED}' is the demo's model. With --server its name there."
     ),
-    prompts: Annotated[list[Path], typer.Option(help="jsonl of `turns`, `messages` or `prompt`; repeatable.")] = ...,
+    prompts: Annotated[list[Path], typer.Option(exists=True, help="jsonl of `turns`, `messages` or `prompt`; repeats.")] = ...,
     out: Annotated[Path, typer.Option(help="Grows by whole lines; a second call goes on.")] = ...,
     drafter: str = typer.Option(None, callback=check_drafter, help="Hub id or folder of a drafter, to speed it up."),
     temperature: Annotated[list[float], typer.Option(help="Taken in turn; 0 is greedy; repeatable.")] = (0.0, 0.7, 1.0),
@@ -76,7 +76,7 @@ def generate(
 
 @app.command()
 def preview(
-    data: Annotated[Path, typer.Argument(help="jsonl of training rows.")],
+    data: Annotated[Path, typer.Argument(exists=True, help="jsonl of training rows.")],
     target: str = typer.Argument(..., help=f"Whose tokenizer reads them; '{EMBEDDED}' is the demo's model."),
     count: int = typer.Option(3, help="Rows to show."),
     thinking: bool = typer.Option(None, help="Passed to the chat template, for rows without input_ids."),
@@ -95,7 +95,7 @@ def preview(
 
 @app.command()
 def stats(
-    data: Annotated[Path, typer.Argument(help="jsonl of training rows.")],
+    data: Annotated[Path, typer.Argument(exists=True, help="jsonl of training rows.")],
     target: str = typer.Option(None, help="Whose tokenizer renders rows without input_ids."),
     thinking: bool = typer.Option(None, help="Passed to the chat template, for rows without input_ids."),
 ):

@@ -17,7 +17,7 @@ PROMPTS = (
     "What are three things to do on a rainy day?",
 )
 
-app = typer.Typer()
+app = typer.Typer(add_completion=False)
 
 
 @app.command()

@@ -26,13 +26,13 @@ from .shared import (
     warn,
 )
 
-app = typer.Typer()
+app = typer.Typer(add_completion=False)
 
 
 @app.command()
 def evaluate(
     target: str = typer.Argument(..., help=f"Hub id or folder of the target; '{EMBEDDED}' is the demo's model."),
-    prompts: Annotated[list[Path], typer.Option(help="jsonl of `turns`, `messages` or `prompt`; repeatable.")] = ...,
+    prompts: Annotated[list[Path], typer.Option(exists=True, help="jsonl of `turns`, `messages` or `prompt`; repeats.")] = ...,
     drafter: str = typer.Option(None, callback=check_drafter, help="Hub id or folder of a drafter."),
     methods: str = typer.Option("plain,lookup,own", help="Of plain, lookup, stock and own, with commas."),
     setting: Annotated[list[str], typer.Option(help="Knobs for own and stock, e.g. 'num_draft_tokens=3'; repeatable.")] = (),

@@ -16,7 +16,7 @@ from hf_dspark.modeling import SpeculationConfig
 from .shared import EMBEDDED, check_drafter, console, load_drafter, load_target, number, progress, prompt_warnings, say, warn
 from .streaming import DraftPrinter
 
-app = typer.Typer()
+app = typer.Typer(add_completion=False)
 
 
 @app.command()
@@ -24,7 +24,7 @@ def generate(
     target: str = typer.Argument(..., help=f"Hub id or folder of the target; '{EMBEDDED}' is the demo's model."),
     prompt: str = typer.Argument(None, help="The prompt; '-' reads standard input."),
     drafter: str = typer.Option(None, callback=check_drafter, help="Hub id or folder of a drafter; without, plain decoding."),
-    batch_file: Annotated[Path, typer.Option(help="jsonl of `prompt`, `turns` or `messages`, instead of PROMPT.")] = None,
+    batch_file: Annotated[Path, typer.Option(exists=True, help="jsonl of `prompt`, `turns` or `messages`, not PROMPT.")] = None,
     out: Annotated[Path, typer.Option(help="Where the answers go, as they come; a second call goes on.")] = None,
     batch_size: int = typer.Option(1, help="Prompts of --batch-file decoded together."),
     max_new_tokens: int = typer.Option(256, help="Longest answer."),
@@ -53,6 +53,12 @@ def generate(
         raise ValueError("Give either PROMPT or --batch-file, not both and not neither.")
     if batch_file is not None and out is None:
         raise ValueError("--batch-file was given without --out, so there is nowhere to write: add --out answers.jsonl.")
+    given = dict(
+        num_draft_tokens=num_draft_tokens, confidence_threshold=confidence_threshold, verification=verification,
+        loop_gate=number_in(loop_gate), max_draft_stages=max_draft_stages, scheduler=scheduler, engine=engine, seed=seed,
+    )  # fmt: skip
+    given = {k: v for k, v in given.items() if v is not None}
+    SpeculationConfig(**given)  # a wrong knob is refused here, before anything is loaded
     model, tokenizer = load_target(target, dtype, device)
     assistant = load_drafter(drafter, model) if drafter else None
     options = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0, "assistant_model": assistant}
@@ -62,12 +68,7 @@ def generate(
         options |= {"temperature": temperature, "top_k": top_k, "top_p": top_p}
         options |= {} if min_p is None else {"min_p": min_p}
     if assistant is not None:
-        given = dict(
-            num_draft_tokens=num_draft_tokens, confidence_threshold=confidence_threshold, verification=verification,
-            loop_gate=loop_gate if loop_gate in (None, "auto") else float(loop_gate), max_draft_stages=max_draft_stages,
-            scheduler=scheduler, engine=engine, seed=seed,
-        )  # fmt: skip
-        options["speculation"] = speculation_of(assistant, given)
+        options["speculation"] = SpeculationConfig(**assistant.speculation.to_dict() | given)
         warn(prompt_warnings(assistant, tokenizer, chat, thinking))
 
     def ids_of(text: str) -> list[int]:
@@ -84,10 +85,12 @@ def generate(
         _many(model, tokenizer, ids_of, batch_file, out, batch_size, options, settings)
 
 
-def speculation_of(drafter, given: dict) -> SpeculationConfig:
-    """The drafter's stored knobs, changed by those of `given` that aren't None."""
-    stored = drafter.speculation.to_dict()
-    return SpeculationConfig(**stored | {k: v for k, v in given.items() if v is not None})
+def number_in(text: str | None) -> float | str | None:
+    """Example: `'-0.5'` -> `-0.5`; what is no number is left to others."""
+    try:
+        return None if text is None else float(text)
+    except ValueError:
+        return text
 
 
 def _one(model, tokenizer, ids, options, stats) -> None:

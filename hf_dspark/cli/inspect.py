@@ -10,7 +10,7 @@ from hf_dspark.evaluation.exactness import check_exactness
 from hf_dspark.evaluation.inspection import describe, diagnose
 from hf_dspark.evaluation.prompts import read_prompts, render
 
-from .shared import EMBEDDED, check_drafter, console, load_drafter, load_target, number, say, table
+from .shared import EMBEDDED, check_drafter, console, load_drafter, load_target, number, progress, say, table
 
 PROMPTS = (
     "Explain in a few sentences why the sky is blue.",
@@ -18,7 +18,7 @@ PROMPTS = (
     "A shop sells pens at 3 for 2 dollars. How much do 12 pens cost? Think step by step.",
 )
 
-app = typer.Typer()
+app = typer.Typer(add_completion=False)
 
 
 @app.command()
@@ -26,7 +26,7 @@ def inspect(
     drafter: str = typer.Argument(..., callback=check_drafter, help="Hub id or folder of a drafter, in any published format."),
     target: str = typer.Option(None, help=f"Hub id or folder of a target to try it on; '{EMBEDDED}' is the demo's model."),
     check: bool = typer.Option(False, help="Compare greedy texts with and without the drafter; needs --target."),
-    prompts: Annotated[Path, typer.Option(help="jsonl of prompts; three of our own by default.")] = None,
+    prompts: Annotated[Path, typer.Option(exists=True, help="jsonl of prompts; three of our own by default.")] = None,
     limit: int = typer.Option(3, help="Prompts to use."),
     max_new_tokens: int = typer.Option(64, help="Length of the texts it is tried on."),
     override: Annotated[list[str], typer.Option(help="FIELD=VALUE of the config, e.g. sample_from_anchor=true.")] = (),
@@ -54,8 +54,9 @@ def inspect(
     console.print(table("Drafting along the target's greedy answers", columns, rows))
     say(found.advice, "green" if found.verdict == "fits" else "bold red")
     if check:
-        with console.status("Comparing greedy texts ..."):
-            report = check_exactness(model, assistant, ids, max_new_tokens)
+        with progress() as bar:
+            task = bar.add_task("comparing texts", total=len(ids))
+            report = check_exactness(model, assistant, ids, max_new_tokens, progress=lambda i: bar.update(task, completed=i))
         _print_exactness(report, tokenizer)
     if found.verdict != "fits" or (check and report.verdict == "different"):
         raise typer.Exit(1)

@@ -10,7 +10,7 @@ from hf_dspark.evaluation.timing import Busy
 
 from .shared import EMBEDDED, check_drafter, console, load_drafter, load_target, number, progress, say, table, warn
 
-app = typer.Typer()
+app = typer.Typer(add_completion=False)
 
 
 @app.command()

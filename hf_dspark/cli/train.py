@@ -12,7 +12,7 @@ from hf_dspark.evaluation.environment import environment
 
 from .shared import EMBEDDED, check_drafter, load_drafter, load_target, say
 
-app = typer.Typer()
+app = typer.Typer(add_completion=False)
 METHODS = {
     "dspark": dict(correction_head="markov", confidence_head=True),
     "dflash": dict(correction_head="none", confidence_head=False),
@@ -26,9 +26,9 @@ METHODS = {
 @app.command()
 def train(
     target: str = typer.Argument(..., help=f"Hub id or folder of the target; '{EMBEDDED}' is the demo's model."),
-    data: Annotated[Path, typer.Option(help="jsonl from `hf-dspark data generate`.")] = ...,
+    data: Annotated[Path, typer.Option(exists=True, help="jsonl from `hf-dspark data generate`.")] = ...,
     output: Annotated[Path, typer.Option(help="Folder for checkpoints; the trained drafter lies in its `final`.")] = ...,
-    eval_data: Annotated[Path, typer.Option(help="Held-out jsonl.")] = None,
+    eval_data: Annotated[Path, typer.Option(exists=True, help="Held-out jsonl.")] = None,
     eval_rows: int = typer.Option(64, help="Rows of --eval-data to use."),
     method: Annotated[list[str], typer.Option(help=f"{', '.join(METHODS)}; several train side by side.")] = ("dspark",),
     mask_token_id: int = typer.Option(None, help="An id that never occurs in text; needed for a new drafter."),

@@ -5,7 +5,7 @@ greedy text; in bfloat16 near ties flip, in plain decoding just as well (another
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,11 +54,19 @@ class Exactness:
 
 
 @torch.no_grad()
-def check_exactness(target, drafter, prompts: Sequence[Sequence[int]], max_new_tokens: int = 64, speculation=None) -> Exactness:
+def check_exactness(
+    target,
+    drafter,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int = 64,
+    speculation=None,
+    progress: Callable[[int], None] | None = None,
+) -> Exactness:
     """Compare greedy texts with and without `drafter`, one prompt (token ids) at a time.
 
     Args:
         speculation ([`SpeculationConfig`], *optional*): knobs of the call; the drafter's stored ones by default.
+        progress (*optional*): called with the number of prompts compared, after each.
     """
     divergences, tokens = [], 0
     for prompt in prompts:
@@ -69,6 +77,8 @@ def check_exactness(target, drafter, prompts: Sequence[Sequence[int]], max_new_t
         ours = target.generate(ids, assistant_model=drafter, **options, **knobs)[0]
         tokens += len(plain) - len(prompt)
         divergences.append(_first_divergence(target, plain, ours, len(prompt)))
+        if progress is not None:
+            progress(len(divergences))
     return Exactness(divergences, tokens, str(target.dtype).removeprefix("torch."))
 
 

@@ -12,7 +12,9 @@ from hf_dspark.evaluation.exactness import Exactness, check_exactness
 
 def test_equal_texts_are_exact(llama):
     drafter = tiny.make_drafter(llama.target)
-    report = check_exactness(llama.target, drafter, [p.tolist() for p in llama.prompts], max_new_tokens=8)
+    seen, prompts = [], [p.tolist() for p in llama.prompts]
+    report = check_exactness(llama.target, drafter, prompts, max_new_tokens=8, progress=seen.append)
+    assert seen == [1, 2, 3, 4]
     assert report.verdict == "exact" and report.divergences == [None] * 4 and report.tokens == 32
     assert report.dtype == "float64"
 
