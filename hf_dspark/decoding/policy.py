@@ -117,7 +117,8 @@ class Policy:
         chance = float(self.gate.chain_probability(torch.tensor(scores)).sum())
         if chance >= self.break_even(stage):
             return True
-        price = self._price(stage)
+        # A price is doubted too: measured once too high, it would never be measured again.
+        price = min(self._price(stage), self._usual_price(stage))
         if self._savings < price or chance < self.PROBED * len(scores):
             return False
         self._savings -= price
@@ -131,6 +132,12 @@ class Policy:
         """Seconds that one more stage takes, drafted and verified."""
         curve, tokens = self._curve(), self.rows * (1 + stage * self.block)
         return self._stage_seconds(1) + curve(tokens + self.rows * self.block) - curve(tokens)
+
+    def _usual_price(self, stage: int) -> float:
+        """As [`_price`], the verification growing as the prior says."""
+        prior, tokens = self.cost.prior, self.rows * (1 + stage * self.block)
+        before, after = (prior.verify_seconds(t, self.rows, self.context) for t in (tokens, tokens + self.rows * self.block))
+        return self._stage_seconds(1) + (after / before - 1) * self.cost.verify_seconds(tokens, self.rows, self.context)
 
     def _next_accepted(self, stage: int) -> float:
         """Drafts of stage `stage` (from 0) that are accepted if all before it were."""

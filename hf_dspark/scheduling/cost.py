@@ -12,7 +12,7 @@ import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
@@ -25,12 +25,14 @@ class LatencyCurve:
 
     Linear between the knots, the last slope after them, flat before them; with `staircase` the next knot's value
     between them, for engines that pad a step to the next captured size. `LatencyCurve((1,), (1.0,))` is the "nothing
-    was measured" curve: every token is free, so nothing is pruned.
+    was measured" curve: every token is free, so nothing is pruned. `weights`: how far each knot is to be trusted, e.g. its
+    number of measurements; equal without.
     """
 
     tokens: tuple[float, ...]
     seconds: tuple[float, ...]
     staircase: bool = False
+    weights: tuple[float, ...] | None = None
 
     def __call__(self, tokens: float) -> float:
         if self.staircase and tokens <= self.tokens[-1]:
@@ -38,18 +40,18 @@ class LatencyCurve:
         return _interpolate(self.tokens, self.seconds, tokens)
 
     def isotonic(self) -> "LatencyCurve":
-        """The closest non-decreasing curve in least squares (pool adjacent violators): Algorithm 1 stops at the first
-        step that does not pay, so a dent from noise would stop it early."""
-        pools = []
-        for seconds in self.seconds:
-            pools.append((seconds, 1))
+        """The closest non-decreasing curve in weighted least squares (pool adjacent violators): Algorithm 1 stops at the
+        first step that does not pay, so a dent from noise would stop it early."""
+        pools: list[tuple[float, float, int]] = []  # mean, weight, knots
+        for seconds, weight in zip(self.seconds, self.weights or [1.0] * len(self.seconds), strict=True):
+            pools.append((seconds, weight, 1))
             while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
-                (b, m), (a, n) = pools.pop(), pools.pop()
-                pools.append(((a * n + b * m) / (n + m), n + m))
-        return LatencyCurve(self.tokens, tuple(mean for mean, n in pools for _ in range(n)), self.staircase)
+                (b, v, m), (a, w, n) = pools.pop(), pools.pop()
+                pools.append(((a * w + b * v) / (w + v), w + v, n + m))
+        return replace(self, seconds=tuple(mean for mean, _, n in pools for _ in range(n)))
 
     def as_staircase(self) -> "LatencyCurve":
-        return LatencyCurve(self.tokens, self.seconds, staircase=True)
+        return replace(self, staircase=True)
 
 
 @dataclass(frozen=True)
@@ -100,9 +102,7 @@ class CostTable:
         return cls(**values)
 
     def _at(self, contexts, context, width):
-        return _interpolate(
-            self.contexts, [_interpolate(self.widths, seconds, width) for seconds in contexts], context
-        )
+        return _interpolate(self.contexts, [_interpolate(self.widths, seconds, width) for seconds in contexts], context)
 
 
 def machine_key(model: str, dtype: torch.dtype | str, device: str = "cpu") -> dict[str, str | int]:
@@ -174,7 +174,8 @@ class OnlineCost:
     Every measurement is kept as its ratio to the prior, so the prior gives the shape (over rows, widths and context)
     and the data the height. A bucket, one (rows, width), answers with the median of its latest `window` ratios, which
     a stray scheduler slice or a first-call compilation cannot move; between buckets ratios are interpolated, and rows
-    never seen borrow the nearest ones.
+    never seen borrow the nearest ones. A bucket with fewer than `SETTLED` measurements counts only while its rows have
+    no other: one slice there would make its width look dear, and what looks dear is not measured again.
 
     Args:
         prior: a `CostTable` of this machine, or the generic shape.
@@ -182,11 +183,15 @@ class OnlineCost:
         recursive: drafting costs grow with the number of drafts (EAGLE-3, MTP) rather than being one block's.
     """
 
+    SETTLED = 3
+    UNSEEN = 0.01  # weight of a width that the prior alone knows
+
     def __init__(self, prior: CostTable = GENERIC, window: int = 32, recursive: bool = False):
         self.prior, self.window, self.recursive = prior, window, recursive
         self._verify: dict[int, dict[float, float]] = {}  # rows -> width -> median ratio
         self._draft: dict[int, dict[float, float]] = {}  # rows -> drafts per row -> median ratio
         self._samples: dict[tuple, deque] = {}
+        self._early: dict[tuple, bool] = {}  # (kind, rows) without a settled bucket
 
     def record_verify(self, seconds: float, tokens: int, rows: int = 1, context: float = 0) -> None:
         """One target forward over `tokens` positions in all."""
@@ -210,11 +215,14 @@ class OnlineCost:
 
     def curve(self, rows: int = 1, context: float = 0, stages: int = 1, drafts: int = 1) -> LatencyCurve:
         """Step latency for a fixed number of rows: `stages` drafting stages of `drafts` tokens and one
-        verification."""
+        verification. Knots weigh what was measured there: a width that was seen thrice, on a busy machine, gives way to wider
+        ones seen often."""
         widths = sorted({*self.prior.widths, *(_nearest(self._verify, rows) or ())})
         draft = stages * self.draft_seconds(rows, context, drafts)
         tokens = tuple(rows * w for w in widths)
-        return LatencyCurve(tokens, tuple(draft + self.verify_seconds(t, rows, context) for t in tokens))
+        seconds = tuple(draft + self.verify_seconds(t, rows, context) for t in tokens)
+        weights = tuple(len(self._samples.get(("verify", rows, w), ())) or self.UNSEEN for w in widths)
+        return LatencyCurve(tokens, seconds, weights=weights)
 
     def _prior_draft(self, drafts, rows, context):
         # A table that was measured without a drafter has no draft times.
@@ -224,8 +232,13 @@ class OnlineCost:
     def _record(self, kind, rows, x, ratio):
         samples = self._samples.setdefault((kind, rows, x), deque(maxlen=self.window))
         samples.append(ratio)
-        medians = self._verify if kind == "verify" else self._draft
-        medians.setdefault(rows, {})[x] = median(samples)
+        medians, settled = self._verify if kind == "verify" else self._draft, len(samples) >= self.SETTLED
+        if settled and self._early.pop((kind, rows), False):
+            medians[rows] = {}
+        if rows not in medians:
+            self._early[kind, rows] = not settled
+        if settled or self._early.get((kind, rows)):
+            medians.setdefault(rows, {})[x] = median(samples)
 
 
 def _nearest(table: dict, rows: int) -> dict | None:

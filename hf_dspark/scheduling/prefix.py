@@ -18,9 +18,7 @@ import torch
 from torch import Tensor
 
 
-def confidence_prefix(
-    confidence: Tensor, threshold: float, lengths: Tensor | None = None, cumulative: bool = False
-) -> Tensor:
+def confidence_prefix(confidence: Tensor, threshold: float, lengths: Tensor | None = None, cumulative: bool = False) -> Tensor:
     """Drafts before the first one whose confidence is below `threshold` (DSpark's static rule, arXiv 2607.05147).
 
     Args:
@@ -150,9 +148,7 @@ class LaggedScheduler:
 
     def __init__(self, lag: int = 2, decay: float = 0.9, sizes: Sequence[int] | None = None):
         if lag < 1:
-            raise ValueError(
-                f"lag={lag} would let a draft decide about itself, which biases the output: set at least 1."
-            )
+            raise ValueError(f"lag={lag} would let a draft decide about itself, which biases the output: set at least 1.")
         self.lag, self.decay, self.sizes = lag, decay, sizes
         self._recent: dict[Hashable, deque] = {}
         self._mean: list[float] | None = None
@@ -194,9 +190,7 @@ def _allocate(a: Tensor, count: int) -> Tensor:
     return torch.bincount(torch.tensor(chosen, dtype=torch.long), minlength=len(a))
 
 
-def _best_count(
-    gains: Sequence[float], rows: int, latency: Callable[[float], float], sizes: Sequence[int] | None
-) -> int:
+def _best_count(gains: Sequence[float], rows: int, latency: Callable[[float], float], sizes: Sequence[int] | None) -> int:
     """Number of leading gains with the highest rate; the fewest on a tie."""
     emitted = list(accumulate(gains, initial=float(rows)))
     count = max(range(len(emitted)), key=lambda k: emitted[k] / latency(rows + k))

@@ -16,9 +16,7 @@ PROBE_ROUNDS = 4
 BUDGET = 0.03  # share of the time that probing may cost
 
 
-def worth_drafting(
-    tau: float, draft_seconds: float, verify_seconds: float, plain_seconds: float, margin: float = 0.0
-) -> bool:
+def worth_drafting(tau: float, draft_seconds: float, verify_seconds: float, plain_seconds: float, margin: float = 0.0) -> bool:
     """Whether a round (tau tokens per row in draft + verify seconds) beats plain steps (one token each) by more than
     `margin`."""
     return tau * plain_seconds > (draft_seconds + verify_seconds) * (1 + margin)

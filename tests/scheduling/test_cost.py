@@ -50,13 +50,24 @@ def test_isotonic_equals_the_min_max_formula():
     rng = random.Random(0)
     for _ in range(100):
         y = [rng.random() for _ in range(rng.randint(1, 8))]
-
-        def mean(i, j, y=y):
-            return sum(y[i : j + 1]) / (j + 1 - i)
-
         n = len(y)
-        expected = [max(min(mean(i, j) for j in range(k, n)) for i in range(k + 1)) for k in range(n)]
-        assert LatencyCurve(tuple(range(1, n + 1)), tuple(y)).isotonic().seconds == pytest.approx(expected)
+        for w in (None, tuple(rng.choice((0.01, 1, 30)) for _ in y)):
+
+            def mean(i, j, y=y, w=w or [1] * n):
+                return sum(a * b for a, b in zip(y[i : j + 1], w[i : j + 1])) / sum(w[i : j + 1])
+
+            expected = [max(min(mean(i, j) for j in range(k, n)) for i in range(k + 1)) for k in range(n)]
+            curve = LatencyCurve(tuple(range(1, n + 1)), tuple(y), weights=w)
+            assert curve.isotonic().seconds == pytest.approx(expected)
+
+
+def test_widths_seen_thrice_on_a_busy_machine_give_way_to_wider_ones_seen_often():
+    cost = OnlineCost()
+    for width, seconds, times in ((8, 1.0, 30), (15, 9.0, 3), (22, 1.2, 30)):
+        for _ in range(times):
+            cost.record_verify(seconds, width)
+    assert cost.curve()(15) > 5
+    assert cost.curve().isotonic()(15) < 2.1
 
 
 def test_a_staircase_charges_the_next_captured_size():
@@ -84,9 +95,7 @@ class FakeClock:
 
     def run(self, rows, tokens, context):
         self.calls.append((rows, tokens, context))
-        self.now += (
-            tokens + context / 1000 + (50.0 if self.rng.random() < 0.2 else 0.0)
-        )  # a slice lost to somebody else
+        self.now += tokens + context / 1000 + (50.0 if self.rng.random() < 0.2 else 0.0)  # a slice lost to somebody else
 
     def draft(self, rows, context):
         self.now += 0.25 * rows
@@ -152,6 +161,20 @@ def test_online_costs_find_the_truth_through_outliers():
         assert cost.verify_seconds(width) == pytest.approx(truth(width), rel=0.05)
     assert cost.curve()(7) == pytest.approx(truth(7) + cost.draft_seconds(), rel=0.05)
     assert cost.plain_steps() == 20
+
+
+def test_a_width_measured_once_on_a_busy_machine_is_not_believed_once_others_are_known():
+    cost = OnlineCost()
+    cost.record_verify(9.0, tokens=6)
+    assert cost.verify_seconds(6) == pytest.approx(9.0)  # better than nothing
+    for _ in range(3):
+        cost.record_verify(1.0, tokens=1)
+    assert cost.verify_seconds(6) == pytest.approx(OnlineCost().verify_seconds(6))
+    for _ in range(2):
+        cost.record_verify(1.5, tokens=6)
+    assert cost.verify_seconds(6) == pytest.approx(1.5)
+    cost.record_verify(9.0, tokens=8)
+    assert cost.verify_seconds(8) == pytest.approx(1.5 * OnlineCost().verify_seconds(8) / OnlineCost().verify_seconds(6))
 
 
 def test_online_costs_follow_a_machine_that_slows_down():

@@ -158,9 +158,9 @@ def test_drafting_is_compared_with_plain_steps_measured_first_and_now_and_then()
     # Four plain steps on a busy machine make a losing drafter look good: it is found out nonetheless.
     cost = OnlineCost()
     throttle, lengths = DraftThrottle(6, cost), []
-    for _ in range(4):
-        cost.record_verify(3.0, 1)
-    for _ in range(800):
+    for width in (1, 1, 1, 1, *range(2, 8), *range(2, 8), *range(2, 8)):
+        cost.record_verify(3.0 if width == 1 else slow_verify(width - 1), width)
+    for _ in range(1000):
         length = throttle.next_length()
         cost.record_verify(slow_verify(length), 1 + length)
         if length:
