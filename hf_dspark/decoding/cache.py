@@ -137,12 +137,19 @@ def from_user_cache(config, cache, keep: torch.Tensor) -> TargetCache:
             tokens.
 
     Raises:
-        ValueError: for cache classes whose entries can't be read back.
+        ValueError: for cache classes whose entries can't be read back, and for more entries than slots.
     """
     if not isinstance(cache, TargetCache | DynamicCache):
         raise ValueError(
             f"past_key_values is a {type(cache).__name__}, and drafts are verified in a cache with per-row lengths that can "
             "only take over a DynamicCache or one returned by an earlier call: pass one of those, or leave it out."
+        )
+    columns = getattr(cache, "columns", None)
+    held = cache.get_seq_length() if columns is None else 1 + max(int(c.max()) for c in columns)
+    if held > keep.shape[1]:
+        raise ValueError(
+            f"past_key_values holds {held} tokens, and input_ids has {keep.shape[1]}: beside a filled cache, input_ids is the "
+            "whole text, cached tokens included. Pass all of it and at least one token more, or a fresh cache."
         )
     if isinstance(cache, TargetCache):
         if cache.columns is None or all(bool(keep[r, c].all()) for r, c in enumerate(cache.columns)):

@@ -95,6 +95,16 @@ def test_only_the_new_tokens_beside_a_filled_cache_are_refused(generate, llama, 
         generate(input_ids=prompt, attention_mask=mask, **{tiny.CACHE: cache})
 
 
+@pytest.mark.parametrize("drafted", [True, False])
+def test_a_text_shorter_than_the_filled_cache_beside_it_is_refused(generate, llama, prompt, drafted):
+    with_drafter = dict(assistant_model=tiny.oracle(llama.texts)) if drafted else {}
+    options = dict(return_dict_in_generate=True, max_new_tokens=4, do_sample=False)
+    cache = llama.target.generate(prompt, **options, **with_drafter)[tiny.CACHE]
+    for text in (prompt, prompt[:, :2]):
+        with pytest.raises(ValueError, match=f"input_ids has {text.shape[1]}.*or a fresh cache"):
+            generate(input_ids=text, **{tiny.CACHE: cache})
+
+
 def test_an_empty_row_is_refused(generate):
     with pytest.raises(ValueError, match="Row 1 .* empty prompt"):
         generate(input_ids=torch.full((2, 3), 5), attention_mask=torch.tensor([[1, 1, 1], [0, 0, 0]]))
