@@ -1,6 +1,7 @@
 """The knobs of a speculative `generate()` call, shared by every drafter."""
 
 from dataclasses import asdict, dataclass, fields
+from difflib import get_close_matches
 
 VERIFICATIONS = ("ratio", "block", "match")
 ENGINES = ("own", "stock")
@@ -38,6 +39,15 @@ class SpeculationConfig:
     max_draft_stages: int = 8
     scheduler: str | None = None
     engine: str = "own"
+
+    def __new__(cls, *args, **knobs):
+        known = [f.name for f in fields(cls)]
+        for name in knobs:
+            if name not in known:
+                close = get_close_matches(name, known, 3, 0.5)
+                hint = f"did you mean {' or '.join(map(repr, close))}?" if close else f"known are {', '.join(known)}."
+                raise TypeError(f"SpeculationConfig got {name!r}, which is no knob of this version: {hint}")
+        return super().__new__(cls)
 
     def __post_init__(self):
         if self.num_draft_tokens is not None and self.num_draft_tokens < 0:

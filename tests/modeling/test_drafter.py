@@ -1,6 +1,9 @@
 """What all drafters share: the borrowed embedding and head, strict files, and refusals in words."""
 
+import copy
+import dataclasses
 import json
+import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -279,6 +282,17 @@ def test_the_older_spelling_of_rotary_parameters_is_read(config):
 def test_knobs_out_of_range_are_refused(fields, words):
     with pytest.raises(ValueError, match=words):
         SpeculationConfig(**fields)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("num_draft_token", "did you mean 'num_draft_tokens'"), ("verify", "'verification'"), ("xyz", "known are num_draft")],
+)
+def test_an_unknown_knob_is_named_with_the_nearest_known_ones(name, words):
+    with pytest.raises(TypeError, match=f"{name!r}, which is no knob.*{words}"):
+        SpeculationConfig(**{name: 1})
+    knobs = SpeculationConfig(3, seed=5)
+    assert pickle.loads(pickle.dumps(knobs)) == copy.deepcopy(knobs) == dataclasses.replace(knobs) == knobs
 
 
 def test_knobs_of_a_newer_version_are_dropped():
