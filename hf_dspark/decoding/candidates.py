@@ -128,6 +128,7 @@ def stock_generate(target, drafter, speculation, original, input_ids, kwargs, ma
         finally:
             del target._get_candidate_generator
     generator.stats.verify_seconds = time.perf_counter() - began - generator.stats.draft_seconds
+    generator.stats.notes += generator.proposer.notes()
     drafter.last_speculation = generator.stats
     if isinstance(output, torch.Tensor):
         return output

@@ -229,6 +229,7 @@ def _run(target, drafter, tap, speculation, input_ids, mask, processors, criteri
                 streamer.put(torch.tensor([c.tokens]))
     if streamer is not None:
         streamer.end()
+    stats.notes += loop.proposer.notes()
     if policy is not None:
         stats.notes.append(policy.note())
     drafter.last_speculation = stats

@@ -6,7 +6,7 @@ import torch
 from transformers.generation import GenerateDecoderOnlyOutput
 
 
-@dataclass
+@dataclass(repr=False)
 class SpeculationStats:
     """What was drafted, accepted and spent, per output row and round. The prefill is no round.
 
@@ -25,6 +25,17 @@ class SpeculationStats:
     prefill_seconds: float = 0.0
     overhead_seconds: float = 0.0
     notes: list[str] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        rows, rounds = len(self.acceptance_lengths), len(self._pooled("acceptance_lengths"))
+        text = f"SpeculationStats({rows} row{'s' * (rows != 1)}, {rounds} round{'s' * (rounds != 1)}"
+        if rounds:
+            text += f", {sum(self._pooled('acceptance_lengths'))} tokens, tau {self.tau:.2f}"
+            drafted = any(self._pooled("draft_lengths"))
+            text += f", {self.acceptance_rate:.0%} of the drafts accepted" if drafted else ", no drafts"
+        kinds = ("prefill", "draft", "verify", "overhead")
+        text += ", seconds: " + ", ".join(f"{kind} {getattr(self, f'{kind}_seconds'):.2f}" for kind in kinds)
+        return "".join([text, *(f"\n  {note}" for note in self.notes), ")"])
 
     @classmethod
     def empty(cls, rows: int) -> "SpeculationStats":

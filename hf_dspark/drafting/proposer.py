@@ -74,6 +74,16 @@ class Proposer:
         self.block = trained if wanted is None else min(wanted, longest)
         self.temperatures = drafter.config.confidence_temperatures
 
+    def notes(self) -> list[str]:
+        """What was asked of this drafter that it can't give."""
+        wanted = self.speculation.num_draft_tokens
+        if wanted is None or wanted <= self.block:
+            return []
+        return [
+            f"num_draft_tokens={wanted} was set, and this drafter's block has {self.block} drafts, so it drafted {self.block} "
+            "per stage: set loop_gate to draft more than one stage."
+        ]
+
     # ------------------------------------------------------------------ committed tokens
 
     def observe(self, features: torch.Tensor, next_tokens: torch.Tensor, valid: torch.Tensor) -> None:

@@ -5,8 +5,12 @@ import math
 import pytest
 import tiny
 import torch
+import transformers
+from packaging.version import Version
 
 from hf_dspark import SpeculationConfig, SpeculationStats
+
+needs_stock = pytest.mark.skipif(Version(transformers.__version__) < Version("5.18"), reason="refused before 5.18")
 
 WANTED = dict(return_dict_in_generate=True, output_scores=True, output_logits=True)
 
@@ -152,3 +156,33 @@ def test_a_round_cut_by_a_criterion_counts_what_it_emitted(llama):
     )  # fmt: skip
     stats = drafter.last_speculation
     assert (stats.acceptance_lengths, stats.accepted_lengths, stats.draft_lengths) == ([[3]], [[3]], [[3]])
+
+
+def test_statistics_print_as_a_line_whatever_the_number_of_rounds():
+    stats = SpeculationStats.empty(2)
+    assert repr(stats) == "SpeculationStats(2 rows, 0 rounds, seconds: prefill 0.00, draft 0.00, verify 0.00, overhead 0.00)"
+    for _ in range(500):
+        stats.add(0, 3, 4, 2, 1)
+    stats.verify_seconds = 1.5
+    assert "500 rounds, 1500 tokens, tau 3.00, 50% of the drafts accepted" in repr(stats)
+    assert "verify 1.50" in repr(stats) and "\n" not in repr(stats) and len(repr(stats)) < 200
+    stats.notes.append("A note.")
+    assert repr(stats).endswith("\n  A note.)")
+
+
+@pytest.mark.parametrize("engine", ["own", pytest.param("stock", marks=needs_stock)])
+def test_more_drafts_than_a_block_has_are_said_to_be_cut_once(llama, engine):
+    drafter = tiny.make_drafter(llama.target)
+
+    def notes(wanted, drafter=drafter):
+        knobs = SpeculationConfig(num_draft_tokens=wanted, engine=engine)
+        llama.target.generate(
+            llama.prompts[0][None], assistant_model=drafter, speculation=knobs, max_new_tokens=8, do_sample=False
+        )
+        return drafter.last_speculation.notes
+
+    block = drafter.config.max_block
+    assert notes(None) == notes(block) == notes(1) == []
+    (note,) = notes(40)
+    assert "num_draft_tokens=40" in note and f"drafted {block} per stage" in note and "loop_gate" in note
+    assert notes(9, tiny.make_eagle3(llama.target)) == []  # a recursive drafter goes as far as it is asked to
