@@ -88,10 +88,32 @@ def evaluate(
         console.print(results_table([r for r in result["results"] if (r["set"], r["temperature"]) == group], *group))
     say(f"ms/token: drafting/verifying/rest, prefill left out. Everything measured is in {out}.", "dim")
     warn(busy.warning(model.device))
+    for line in hints(result["results"]):
+        say(f"Hint: {line}", "dim")
     if plots is not None:
         from hf_dspark.evaluation.plots import save_all
 
         say(f"Plots: {', '.join(map(str, save_all(result['results'], plots)))}", "dim")
+
+
+def hints(results: list[dict], few: int = 10) -> list[str]:
+    """What to make of a drafter that is slower than plain decoding, and of few answers."""
+    ours = [r for r in results if r["method"].startswith("own") and "speedup_over_plain" in r]
+    slow = {r["method"] for r in ours if r["speedup_over_plain"]["ratio"] < 1}
+    lines = []
+    if slow:
+        lines.append(
+            f"{', '.join(sorted(slow))} was slower than plain decoding (x plain below 1): drafting costs more time here than "
+            "accepted drafts save. --setting scheduler=auto drafts only as much as pays; `hf-dspark inspect --target` tells "
+            "whether the drafter fits."
+        )
+    answers = min((r["answers"] for r in results), default=few)
+    if answers < few:
+        lines.append(
+            f"{answers} answer{'s' * (answers != 1)} of a method are too few to tell it from another: the intervals in "
+            f"brackets are rough. Give {few} prompts or more, and --repeats."
+        )
+    return lines
 
 
 def parse_setting(text: str) -> dict:

@@ -7,7 +7,7 @@ import tiny_chat
 from typer.testing import CliRunner
 
 from hf_dspark.cli import main
-from hf_dspark.cli.eval import parse_setting
+from hf_dspark.cli.eval import hints, parse_setting
 
 
 def call(*arguments):
@@ -38,13 +38,24 @@ def test_a_table_a_file_and_plots(world, tmp_path):
     assert run["environment"]["threads"] >= 1 and run["files"]["words.jsonl"] and found["date"]
     assert max(len(r["conditional_acceptance"]) for r in found["results"] if "rounds" in r) == 5
     assert not list(tmp_path.glob("*.partial*")) and len(list((tmp_path / "plots").glob("*.png"))) == 3
-    assert "words, temperature 0" in result.output
+    assert "words, temperature 0" in result.output and "Hint: 2 answers" in result.output
 
 
 def test_what_cannot_be_run_is_said(world):
     target, drafter, prompts = world
     assert "needs a drafter" in call("eval", target, "--prompts", prompts).output
     assert "--turns" in call("eval", target, "--prompts", prompts, "--drafter", drafter, "--turns", "last").output
+
+
+def test_a_slow_drafter_and_few_answers_get_a_hint_each():
+    def result(method, ratio=None, answers=12):
+        return {"method": method, "answers": answers} | ({"speedup_over_plain": {"ratio": ratio}} if ratio else {})
+
+    assert hints([result("plain"), result("lookup[tokens=5]", 0.9), result("own", 1.1)]) == []
+    (slow,) = hints([result("plain"), result("own", 1.1), result("own[engine=own]", 0.9)])
+    assert slow.startswith("own[engine=own] was slower") and "scheduler=auto" in slow
+    (few,) = hints([result("plain", answers=3), result("own", 1.1, answers=3)])
+    assert few.startswith("3 answers") and "10 prompts or more" in few
 
 
 def test_settings_are_knobs_with_json_values():

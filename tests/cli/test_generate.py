@@ -140,7 +140,13 @@ def test_the_demo_compares_plain_decoding_with_the_drafter(world, call, monkeypa
     monkeypatch.setattr(demo, "load_target", load)
     output = call("demo", "--drafter", drafter, "--prompt", "w3 w4", "--prompt", "w9", "--max-new-tokens", 12)
     assert all(text in output for text in expected(target, ["w3 w4", "w9"]))
-    assert output.count("yes") == 2 and "speed-up" in output
+    assert output.count("all 12") == 2 and "tokens as in plain" in output and "speed-up" in output
+
+
+def test_the_demo_says_how_much_of_two_answers_is_equal():
+    assert demo.same_tokens([5, 6, 7], [5, 6, 7]) == "all 3"
+    assert demo.same_tokens([5, 6, 7], [5, 8, 7]) == "only the first 1 of 3"
+    assert demo.same_tokens([5, 6, 7], [5, 6]) == "only the first 2 of 3"
 
 
 def test_the_demo_says_what_to_pass_where_no_drafter_is_shipped(monkeypatch):
