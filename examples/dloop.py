@@ -19,7 +19,8 @@ def tiny_models():
     torch.manual_seed(0)
     body = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2)
     target = LlamaForCausalLM(LlamaConfig(num_hidden_layers=4, initializer_range=0.3, eos_token_id=None, **body)).eval()
-    config = DSparkConfig(**body, target_layer_ids=[0, 2], num_target_layers=4, block_size=4, mask_token_id=63, markov_rank=8)
+    heads = dict(markov_rank=8, confidence_head=True)
+    config = DSparkConfig(**body, target_layer_ids=[0, 2], num_target_layers=4, block_size=4, mask_token_id=63, **heads)
     return target, DSparkDrafter(config).bind(target).eval(), torch.randint(1, 60, (1, 8))
 
 

@@ -31,7 +31,7 @@ def test_a_chat_reads_only_what_is_new(run):
     assert "[read 23 of 23 tokens" in output and "[read 16 of 50 tokens" in output
 
 
-@pytest.mark.parametrize("name", ["quickstart.py", "batch_and_chat.py"])
+@pytest.mark.parametrize("name", ["quickstart.py", "batch_and_chat.py", "calibrate_and_schedule.py"])
 def test_examples_to_read_first_are_short(name):
     assert len((EXAMPLES / name).read_text().splitlines()) <= 80
 
@@ -39,3 +39,8 @@ def test_examples_to_read_first_are_short(name):
 def test_every_gate_leaves_the_text_as_it_is(run):
     output = run("dloop.py")
     assert "same text with every gate: True" in output and output.count("verifications") == 4
+
+
+def test_schedules_are_compared_by_batch_size(run):
+    lines = run("calibrate_and_schedule.py").splitlines()
+    assert "temperatures" in lines[0] and len([line for line in lines if line.count("|") == 5]) == 3

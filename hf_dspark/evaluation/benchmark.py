@@ -20,7 +20,7 @@ from . import metrics
 from .environment import digest
 from .metrics import Round
 from .prompts import JsonLines, Prompt, render
-from .record import gate_data, record
+from .record import gate_data, record, threshold_sweep
 from .timing import Clock
 
 KINDS = ("plain", "lookup", "stock", "own")
@@ -158,7 +158,8 @@ def answer(target, tokenizer, drafter, plan: Plan, prompt: Prompt, temperature: 
         out.append(_generate(target, drafter, plan, ids, temperature, method))
         messages.append({"role": "assistant", "content": tokenizer.decode(out[-1].pop("ids"), skip_special_tokens=True)})
     totals = {k: sum(o[k] for o in out) for k in out[0] if isinstance(out[0][k], int | float)}
-    lists = {k: [o[k] for o in out] for k in ("emitted", "rounds", "round_seconds", "gate", "text") if k in out[0]}
+    kept = ("emitted", "rounds", "round_seconds", "gate", "sweep", "text")
+    lists = {k: [o[k] for o in out] for k in kept if k in out[0]}
     return {**totals, **lists}
 
 
@@ -190,6 +191,7 @@ def _generate(target, drafter, plan, ids, temperature, method) -> dict:
         result |= {k: getattr(stats, k) for k in ("draft_seconds", "verify_seconds", "overhead_seconds", "prefill_seconds")}
     if recorder is not None:
         result["round_seconds"] = [r.seconds for r in recorder.rounds]
+        result |= {"sweep": sweep} if (sweep := threshold_sweep(recorder.rounds)) else {}
         if method.knobs.get("loop_gate", drafter.speculation.loop_gate) is not None:
             result["gate"] = [[stage, *data] for stage, data in sorted(gate_data(recorder.rounds).items())]
     return result
@@ -235,6 +237,8 @@ def _summary(by_method: dict[str, list[dict]], method: Method, plan: Plan, block
         out |= metrics.summary(responses, block)
         parts = ("draft_seconds", "verify_seconds", "overhead_seconds")
         out["split"] = {p: sum(r[p] for r in records) / max(tokens, 1) for p in parts}
+        if sweeps := [s for r in records for s in r.get("sweep", ())]:
+            out["threshold_sweep"] = [_threshold(points, out["rounds"]) for points in zip(*sweeps)]
     else:
         emitted = [e for r in records for e in r["emitted"]]
         out["tau"] = sum(map(sum, emitted)) / max(1, sum(map(len, emitted)))
@@ -248,6 +252,13 @@ def _summary(by_method: dict[str, list[dict]], method: Method, plan: Plan, block
         same = [plain[_place(r)] == r["text"] for r in records if _place(r) in plain]
         out["same_text"] = sum(same) / len(same) if same else math.nan
     return out | _looping(by_method, method, records)
+
+
+def _threshold(points, rounds: int) -> dict:
+    """Drafts accepted and rejected a round at one threshold, and the share accepted, from (threshold, verified, accepted)s."""
+    verified, accepted = sum(p[1] for p in points), sum(p[2] for p in points)
+    rate = accepted / verified if verified else math.nan
+    return {"threshold": points[0][0], "accepted": accepted / rounds, "rejected": (verified - accepted) / rounds, "rate": rate}
 
 
 def _place(record: dict) -> tuple:

@@ -92,6 +92,40 @@ def reliability(before: dict | None, after: dict | None = None):
     return figure
 
 
+def threshold_sweep(results: list[dict]):
+    """Drafts accepted and rejected a round, and the acceptance rate, if verification stopped at a confidence threshold (DSpark,
+    figure 5)."""
+    figure, axes = _figure()
+    rate = axes.twinx()
+    for i, r in enumerate(_swept(results)):
+        sweep = r["threshold_sweep"]
+        thresholds = [p["threshold"] for p in sweep]
+        axes.plot(thresholds, [p["accepted"] for p in sweep], color=f"C{i}", label=f"{_label(r)}: accepted")
+        axes.plot(thresholds, [p["rejected"] for p in sweep], color=f"C{i}", linestyle=":", label="rejected")
+        rate.plot(thresholds, [p["rate"] for p in sweep], color=f"C{i}", linestyle="--", label="acceptance rate (right)")
+    axes.set(xlabel="confidence threshold", ylabel="drafts per round")
+    rate.set(ylabel="acceptance rate", ylim=(0, 1))
+    figure.legend(loc="outside upper center", ncols=3, fontsize="small")
+    return figure
+
+
+def batch_sizes(rows: list[dict]):
+    """Against the batch size: drafts verified per row and round (bars), and tokens per second (lines).
+
+    `rows`: dicts with "rows" (the batch size), "budget" (the drafts), and "speeds" {name: tokens per second}.
+    """
+    figure, axes = _figure()
+    places, speed = range(len(rows)), axes.twinx()
+    axes.bar(places, [r["budget"] for r in rows], color="lightgray", label="drafts verified")
+    for name in rows[0]["speeds"]:
+        speed.plot(places, [r["speeds"][name] for r in rows], marker="o", label=name)
+    axes.set(xlabel="batch size", ylabel="drafts verified per row and round", xticks=places)
+    axes.set_xticklabels([r["rows"] for r in rows])
+    speed.set(ylabel="tokens per second")
+    figure.legend(loc="outside upper center", ncols=4, fontsize="small")
+    return figure
+
+
 def save_all(results: list[dict], folder: str | Path) -> list[Path]:
     """Every plot that the results have data for, as PNG."""
     folder = Path(folder)
@@ -101,6 +135,8 @@ def save_all(results: list[dict], folder: str | Path) -> list[Path]:
         wanted |= {"time_split": time_split, "conditional_acceptance": conditional_acceptance}
     if _looped(results):
         wanted |= {"stages": stages, "gate": gate_scores}
+    if _swept(results):
+        wanted["threshold_sweep"] = threshold_sweep
     paths = []
     for name, draw in wanted.items():
         paths.append(folder / f"{name}.png")
@@ -115,6 +151,10 @@ def _overall(results: list[dict]) -> list[dict]:
 
 def _looped(results: list[dict]) -> list[dict]:
     return [r for r in _overall(results) if r.get("by_stages")]
+
+
+def _swept(results: list[dict]) -> list[dict]:
+    return [r for r in _overall(results) if r.get("threshold_sweep")]
 
 
 def _label(r: dict) -> str:

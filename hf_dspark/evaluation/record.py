@@ -1,5 +1,6 @@
 """What the real decode loop did, round by round: confidences, log-probabilities, acceptances, seconds."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -10,6 +11,8 @@ import torch
 from hf_dspark.scheduling.headless import step_features
 
 from .metrics import Round
+
+THRESHOLDS = tuple(i / 20 for i in range(20))
 
 
 @dataclass
@@ -178,3 +181,19 @@ def gate_data(rounds: list[RoundLog]) -> dict[int, GateData]:
             stage.full.append(r.accepted >= s * r.block)
             stage.passed.append(r.stages > s)
     return data
+
+
+def threshold_sweep(rounds: list[RoundLog]) -> list[tuple[float, int, int]]:
+    """(threshold, drafts verified, drafts accepted) had every round's verification stopped before the first draft whose raw
+    confidence is below the threshold; empty without a confidence head."""
+    if not rounds or any(r.drafted and r.confidence is None for r in rounds):
+        return []
+    out = []
+    for threshold in THRESHOLDS:
+        kept = [next((k for k, z in enumerate(r.confidence or ()) if z < _logit(threshold)), r.drafted) for r in rounds]
+        out.append((threshold, sum(kept), sum(min(r.accepted, k) for r, k in zip(rounds, kept))))
+    return out
+
+
+def _logit(p: float) -> float:
+    return math.log(p / (1 - p)) if p else -math.inf

@@ -8,11 +8,15 @@ that emits less would pass through more of them.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import cycle, islice
 from statistics import median
 
-from hf_dspark.scheduling import LatencyCurve
+import torch
+
+from hf_dspark.drafting.proposer import Draft
+from hf_dspark.scheduling import CostTable, LatencyCurve
 
 from .record import RoundLog
 
@@ -77,6 +81,72 @@ def replay(rounds: Iterable[RoundLog], costs: Costs, policy: Policy) -> Replay:
         tokens += min(r.accepted, kept) + 1
         seconds += stages * costs.draft + costs.verify(1 + kept) + costs.overhead
     return Replay(count, tokens, drafted, verified, seconds)
+
+
+def replay_scheduler(
+    logs: Sequence[list[RoundLog]],
+    costs: CostTable,
+    scheduler,
+    rows: int,
+    rounds: int = 400,
+    context: int = 256,
+    temperatures: Sequence[float] | None = None,
+) -> Replay:
+    """A scheduler on `rows` answers at a time, cut from the logged ones; the log begins anew where it is too short.
+
+    Args:
+        logs: per answer its rounds of one stage, nothing pruned (see `calibration.collect`).
+        costs: the measured medians that time is counted in; the scheduler is told them as its measurements.
+        scheduler: has `begin`, `plan`, `prune` and `observe` as `decoding.policy.Policy`; see also [`FixedLength`].
+        context: tokens in the cache of each. temperatures ([K]): of the confidences.
+    """
+    flat = [r for log in logs for r in log if r.drafted == r.block]
+    streams = [cycle(flat[i * len(flat) // rows :] + flat[: i * len(flat) // rows]) for i in range(rows)]
+    tokens = drafted = verified = 0
+    seconds = 0.0
+    for batch in islice(zip(*streams), rounds):
+        scheduler.begin(rows, context)
+        planned = min(scheduler.plan(), batch[0].block)
+        draft = _draft(batch, planned, temperatures)
+        lengths = scheduler.prune(draft)
+        accepted = [min(r.accepted, n) for r, n in zip(batch, lengths)]
+        fed = 1 + max(lengths)
+        spent = costs.draft_seconds(rows, context) if planned else 0.0, costs.verify_seconds(rows * fed, rows, context)
+        scheduler.observe(draft, lengths, accepted, fed, *spent)
+        drafted, verified = drafted + rows * planned, verified + sum(lengths)
+        tokens, seconds = tokens + sum(accepted) + rows, seconds + sum(spent)
+    return Replay(rounds * rows, tokens, drafted, verified, seconds)
+
+
+def _draft(batch: Sequence[RoundLog], planned: int, temperatures) -> Draft:
+    confidence = None
+    if planned and batch[0].confidence is not None:
+        logits = torch.tensor([r.confidence[:planned] for r in batch])
+        confidence = (logits / (1.0 if temperatures is None else torch.tensor(temperatures)[:planned])).sigmoid()
+    log_q = torch.tensor([r.log_q[:planned] for r in batch])
+    rows = len(batch)
+    return Draft(
+        torch.zeros(rows, planned, dtype=torch.long), [planned] * rows, None, log_q, confidence, [1] * rows, batch[0].block
+    )
+
+
+class FixedLength:
+    """A scheduler that always drafts and verifies `drafts` tokens; 0 is plain decoding."""
+
+    def __init__(self, drafts: int):
+        self.drafts = drafts
+
+    def begin(self, rows, context):
+        pass
+
+    def plan(self) -> int:
+        return self.drafts
+
+    def prune(self, draft: Draft) -> list[int]:
+        return draft.lengths
+
+    def observe(self, *measured):
+        pass
 
 
 def everything(r: RoundLog) -> tuple[int, int]:

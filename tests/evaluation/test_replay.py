@@ -4,8 +4,20 @@ import math
 
 import pytest
 
-from hf_dspark.evaluation.record import RoundLog
-from hf_dspark.evaluation.replay import Costs, confidence_threshold, everything, first, gate, oracle_gate, plain, replay
+from hf_dspark.evaluation.record import RoundLog, threshold_sweep
+from hf_dspark.evaluation.replay import (
+    Costs,
+    FixedLength,
+    confidence_threshold,
+    everything,
+    first,
+    gate,
+    oracle_gate,
+    plain,
+    replay,
+    replay_scheduler,
+)
+from hf_dspark.scheduling import CostTable
 
 COSTS = Costs(draft=1.0, verify=lambda tokens: 10.0 + tokens, overhead=0.5)
 
@@ -60,3 +72,43 @@ def test_costs_are_medians_per_row_and_length():
     assert (costs.draft, costs.overhead, costs.verify(3), costs.verify(1)) == (0.4, 0.1, 2.0, 0.5)
     assert costs.verify(2) == pytest.approx(1.25)
     assert math.isnan(replay([], costs, everything).tau)
+
+
+LINEAR = CostTable((1, 4), (0,), (1, 3), (((10.0, 12.0),), ((10.0, 12.0),)), ((1.0,), (1.0,)))
+
+
+def test_a_fixed_length_on_several_rows_costs_the_widest():
+    logs = [[log(2), log(0)], [log(1), log(1)]]
+    done = replay_scheduler(logs, LINEAR, FixedLength(2), rows=2, rounds=2)
+    assert (done.rounds, done.tokens, done.verified, done.drafted) == (4, (3 + 2) + (1 + 2), 8, 8)
+    assert done.seconds == 2 * (1 + LINEAR.verify_seconds(6, 2))
+    plain = replay_scheduler(logs, LINEAR, FixedLength(0), rows=2, rounds=2)
+    assert (plain.tokens, plain.seconds) == (4, 2 * 10)
+
+
+def test_a_scheduler_sees_calibrated_confidences_and_what_became_of_its_drafts():
+    seen = []
+
+    class First(FixedLength):
+        def prune(self, draft):
+            seen.append(draft.confidence)
+            return [1] * len(draft.lengths)
+
+        def observe(self, draft, lengths, accepted, fed, draft_seconds, verify_seconds):
+            seen.append((lengths, accepted, fed, draft_seconds, verify_seconds))
+
+    done = replay_scheduler([[log(2, confidence=[2.0, -2.0])]], LINEAR, First(2), rows=1, rounds=1, temperatures=[2.0, 1.0])
+    assert seen[0][0].tolist() == pytest.approx([1 / (1 + math.exp(-1)), 1 / (1 + math.exp(2))])
+    assert seen[1] == ([1], [1], 2, 1.0, 11.0) and done.tokens == 2
+
+
+def test_a_log_that_is_too_short_begins_anew():
+    done = replay_scheduler([[log(2), log(0)]], LINEAR, FixedLength(2), rows=1, rounds=5)
+    assert done.tokens == 3 + 1 + 3 + 1 + 3
+
+
+def test_a_threshold_sweep_counts_what_lies_before_the_first_unsure_draft():
+    rounds = [log(1, confidence=[3.0, -1.0]), log(0, confidence=[-1.0, 3.0])]
+    sweep = {t: (n, a) for t, n, a in threshold_sweep(rounds)}
+    assert sweep[0.0] == (4, 1) and sweep[0.5] == (1, 1) and sweep[0.95] == (1, 1)
+    assert threshold_sweep([log(1)]) == []

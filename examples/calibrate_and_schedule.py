@@ -1,0 +1,75 @@
+"""Make a drafter's confidences true, measure what steps cost here, and see what scheduled verification gives at batch 1 to 16.
+
+    python examples/calibrate_and_schedule.py TARGET DRAFTER --prompts heldout.jsonl --plot batch_sizes.png
+    python examples/calibrate_and_schedule.py --tiny      # random models
+
+`hf-dspark calibrate` and `hf-dspark profile` do the first two for good. Speeds are replayed: every batch size on the same
+logged rounds, in measured median costs, so that no method profits from a quiet moment.
+"""
+
+import argparse
+
+import torch
+from dloop import tiny_models
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_dspark import AutoDrafter
+from hf_dspark.decoding.policy import Policy
+from hf_dspark.embedded import load_smollm2
+from hf_dspark.evaluation import calibration
+from hf_dspark.evaluation.profiling import profile_pair
+from hf_dspark.evaluation.prompts import read_prompts, render
+from hf_dspark.evaluation.replay import FixedLength, replay_scheduler
+
+
+def real_models(args):
+    if args.target == "smollm2":
+        target, tokenizer = load_smollm2(torch.bfloat16)
+    else:
+        target, tokenizer = (
+            AutoModelForCausalLM.from_pretrained(args.target, dtype="auto"),
+            AutoTokenizer.from_pretrained(args.target),
+        )
+    prompts = [p for file in args.prompts for p in read_prompts(file, args.limit)]
+    drafter = AutoDrafter.from_pretrained(args.drafter, target=target, dtype=target.dtype)
+    return target.eval(), drafter.eval(), [render(tokenizer, p.turns[0]) for p in prompts]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("target", nargs="?")
+    parser.add_argument("drafter", nargs="?")
+    parser.add_argument("--prompts", nargs="+")
+    parser.add_argument("--limit", type=int, default=8, help="prompts of each file")
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--plot")
+    parser.add_argument("--tiny", action="store_true")
+    args = parser.parse_args()
+    target, drafter, prompts = tiny_models() if args.tiny else real_models(args)
+    prompts = prompts.repeat(8, 1).tolist() if args.tiny else prompts
+    rows, block = ((1, 2) if args.tiny else (1, 2, 4, 8, 16)), drafter.config.max_block
+    logs = calibration.collect(target, drafter, prompts, 16 if args.tiny else args.tokens)
+    found = calibration.fit(drafter, logs)
+    print(f"tau {found.tau:.2f} with everything verified; temperatures {found.temperatures}")
+    costs = profile_pair(target, drafter, rows=rows, widths=tuple(range(1, block + 2)), repeats=3 if args.tiny else 9)
+    drafter.norm.weight.data.neg_()  # drafts are worthless from here on
+    bad = calibration.collect(target, drafter, prompts[:8], 16 if args.tiny else args.tokens)
+    table = []
+    print("batch | plain | best fixed length | auto | budget | bad drafter, auto / plain   (tokens per second)")
+    for n in rows:
+        speed = lambda s, logs=logs, n=n: replay_scheduler(logs, costs, s, n, temperatures=found.temperatures)  # noqa: E731
+        fixed = [1 / speed(FixedLength(k)).seconds_per_token for k in range(block + 1)]
+        auto, lost = speed(Policy(block, 1)), speed(Policy(block, 1), bad)
+        best, fast = max(range(block + 1), key=fixed.__getitem__), 1 / auto.seconds_per_token
+        budget = auto.verified / auto.rounds
+        row = f"{n:5} | {fixed[0]:5.1f} | {fixed[best]:5.1f} ({best} drafts) | {fast:5.1f} | {budget:.2f} |"
+        print(f"{row} {1 / lost.seconds_per_token / fixed[0]:.3f}", flush=True)
+        table.append({"rows": n, "budget": budget, "speeds": {"plain": fixed[0], "best fixed": fixed[best], "auto": fast}})
+    if args.plot:
+        from hf_dspark.evaluation.plots import batch_sizes
+
+        batch_sizes(table).savefig(args.plot, dpi=150)
+
+
+if __name__ == "__main__":
+    main()
