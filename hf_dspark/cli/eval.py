@@ -11,6 +11,7 @@ from hf_dspark.evaluation.benchmark import Plan, make_methods, run, write_json
 from hf_dspark.evaluation.environment import environment, file_hash
 from hf_dspark.evaluation.prompts import read_prompts
 from hf_dspark.evaluation.timing import Busy
+from hf_dspark.modeling import SpeculationConfig
 
 from .shared import (
     EMBEDDED,
@@ -58,13 +59,14 @@ def evaluate(
         raise ValueError(f"--methods {methods} needs a drafter: pass --drafter, or --methods plain,lookup.")
     if turns not in ("first", "all"):
         raise ValueError(f"--turns {turns} is unknown: use first or all.")
+    settings = [parse_setting(s) for s in setting] or [{}]
     model, tokenizer = load_target(target, dtype, device)
     assistant = load_drafter(drafter, model) if drafter else None
     if assistant is not None:
         warn(prompt_warnings(assistant, tokenizer, chat, thinking))
     plan = Plan(
         prompts=[p for path in prompts for p in read_prompts(path, limit)],
-        methods=make_methods(kinds, [parse_setting(s) for s in setting] or [{}], lookup_tokens),
+        methods=make_methods(kinds, settings, lookup_tokens),
         temperatures=list(temperature),
         max_new_tokens=max_new_tokens,
         repeats=repeats,
@@ -127,6 +129,10 @@ def parse_setting(text: str) -> dict:
             knobs[name] = json.loads(value)
         except ValueError:
             knobs[name] = value
+    try:
+        SpeculationConfig(**knobs)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"--setting {text!r}: {error}") from None
     return knobs
 
 

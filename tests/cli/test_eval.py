@@ -63,3 +63,6 @@ def test_settings_are_knobs_with_json_values():
     assert knobs == {"num_draft_tokens": 3, "loop_gate": -0.5, "verification": "block"}
     with pytest.raises(ValueError, match="knob=value"):
         parse_setting("fast")
+    for text, words in (("draft_tokens=3", "did you mean 'num_draft_tokens'"), ("verification=guess", "'guess' is unknown")):
+        with pytest.raises(ValueError, match=f"--setting {text!r}: .*{words}"):
+            parse_setting(text)
