@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # the second process finds it th
 from tiny_training import make_trainer, recursive_and_domino, rows, weights
 
 from hf_dspark.modeling import Eagle3Drafter
-from hf_dspark.training import ChatDataset, new_drafter, new_eagle3
+from hf_dspark.training import ChatDataset, DecodeCheck, new_drafter, new_eagle3
 from hf_dspark.training.targets import FrozenTarget
 
 CHECKPOINTING = next(n for n in ("activation_checkpointing", "gradient_checkpointing") if hasattr(TrainingArguments, n))
@@ -286,8 +286,8 @@ def test_the_stock_trainer_trains_on_features_alone(tmp_path, target):
     assert last < first
 
 
-def test_seconds_of_training_raise_tau(tmp_path):
-    """The target is nearly a lookup table; an EAGLE-3 and a Domino drafter learn it side by side."""
+def test_seconds_of_training_raise_tau_teacher_forced_and_in_the_real_loop(tmp_path):
+    """The target is nearly a lookup table; an EAGLE-3, a Domino and a DSpark drafter learn it side by side."""
     target = make_target()
     with torch.no_grad():
         for layer in target.model.layers:
@@ -298,17 +298,23 @@ def test_seconds_of_training_raise_tau(tmp_path):
     ids = target.generate(prompts, max_new_tokens=12, do_sample=False, attention_mask=torch.ones_like(prompts))
     data = ChatDataset([{"input_ids": row, "prompt_len": 3} for row in ids.tolist()])
     domino = dict(correction_head="domino", gru_hidden_size=16, correction_size=16, pure_draft_prefix_len=1)
-    group = {"eagle3": new_eagle3(target, chain_length=3), "domino": new_drafter(target, 60, block_size=3, **domino)}
+    group = {
+        "eagle3": new_eagle3(target, chain_length=3),
+        "domino": new_drafter(target, 60, block_size=3, **domino),
+        "dspark": new_drafter(target, 60, block_size=3, correction_head="markov", markov_rank=16),
+    }
     trainer = make_trainer(
         tmp_path, group, target, data, max_steps=90, num_anchors=8, loop_exposure=0, max_grad_norm=0.0, ce_weight=1.0,
         distill_weight=0.0, logging_steps=90,
     )  # fmt: skip
     trainer.eval_dataset = data
+    trainer.decode_check = DecodeCheck(target, [[t, 5, t] for t in (3, 13, 29)], 12)
     before = trainer.evaluate()
     trainer.train()
     after = trainer.evaluate()
     for name in group:
         assert after[f"eval_{name}_tau"] > before[f"eval_{name}_tau"] + 0.3, name
+        assert after[f"eval_{name}_decode_tau"] > before[f"eval_{name}_decode_tau"] + 0.3, name
         assert after[f"eval_{name}_accept_rate@1"] > before[f"eval_{name}_accept_rate@1"] + 0.2, name
 
 
