@@ -51,7 +51,12 @@ def check_drafter(name: str | None) -> str | None:
 def load_drafter(name, target=None, **overrides):
     from hf_dspark.auto import AutoDrafter
 
-    return AutoDrafter.from_pretrained(name, target=target, **overrides)
+    try:
+        return AutoDrafter.from_pretrained(name, target=target, **overrides)
+    except TypeError as error:
+        if overrides:  # an option's value, which its user should read about without a traceback
+            raise ValueError(str(error)) from error
+        raise
 
 
 def prompt_warnings(drafter, tokenizer, chat: bool, thinking: bool | None) -> list[str]:

@@ -202,15 +202,21 @@ class Policy:
             self.gate.observe(scores, torch.tensor(accepted), torch.tensor(verified), K)
 
     def note(self) -> str:
-        """What was decided since the last note, and what it rests on."""
-        plain = self.cost.verify_seconds(self.rows, self.rows, self.context)
-        draft = self.cost.draft_seconds(self.rows, self.context, self.block)
-        chances = ", ".join(f"{c:.2f}" for c in self.throttle.history.conditional())
+        """What was decided since the last note, and what it rests on: what was measured, never what is merely assumed."""
+        rows, cost, chances = self.rows, self.cost, self.throttle.history.conditional()
+        profiled, drafted = cost.prior is not GENERIC, cost.draft_stages() > 0  # a profiled prior is this machine's own
+        plain = cost.verify_seconds(rows, rows, self.context) if profiled or cost.plain_steps() else None
+        draft = cost.draft_seconds(rows, self.context, self.block) if profiled or drafted else None
+        plain, draft = ("not measured yet" if s is None else f"{1e3 * s:.1f} ms" for s in (plain, draft))
+        while len(chances) > 1 and chances[-1] == chances[-2]:  # no draft was ever judged there: the place before stands in
+            chances.pop()
+        accepted = ", ".join(f"{c:.2f}" for c in chances) if drafted else "not measured yet"
         text = (
-            f"{self.plain_rounds} of {self.rounds} rounds were plain steps. At {self.rows} rows a plain step takes "
-            f"{1e3 * plain:.1f} ms and a draft {1e3 * draft:.1f} ms; drafts are accepted with {chances}."
+            f"{self.plain_rounds} of {self.rounds} rounds were plain steps. Measured in this call and those before it, for "
+            f"{rows} row{'s' * (rows != 1)}: a plain step {plain}, a draft {draft}, chances of drafts 1, 2, ... once those "
+            f"before are accepted {accepted}."
         )
-        if self.loops and self.block:
+        if self.loops and self.block and drafted:
             chance = self.break_even(1) / self.rows
             pays = f"pays from a chance of {chance:.2f} on that the first is accepted whole" if chance < 1 else "never pays"
             text += f" {self.looped_rounds} rounds had several stages; a second one {pays}."
@@ -241,14 +247,14 @@ def policy_for(drafter, target, speculation) -> Policy:
     given = getattr(drafter, "policy", None)
     if given is not None:
         return given
-    block = speculation.num_draft_tokens
-    block = drafter.config.max_block if block is None else block
+    recursive, asked = drafter.config.model_type == "hf_eagle3", speculation.num_draft_tokens
+    longest = drafter.config.max_block
+    block = longest if asked is None else asked if recursive else min(asked, longest)
     policies = _POLICIES.setdefault(drafter, WeakKeyDictionary()).setdefault(target, {})
     key = block, str(target.dtype), speculation.max_draft_stages
     if key not in policies:
         table = profile_path(drafter, target)
         prior = CostTable.load(table) if table.exists() else None
-        recursive = drafter.config.model_type == "hf_eagle3"
         policies[key] = Policy(block, speculation.max_draft_stages, prior, recursive)
     return policies[key]
 

@@ -103,9 +103,7 @@ def conditional_acceptance(rounds: Sequence[Round]) -> list[float]:
     >>> conditional_acceptance([Round(2, 2, 3), Round(2, 1, 2), Round(2, 0, 1), Round(1, 1, 2)])
     [0.75, 0.5]
     """
-    return [
-        _share(r.accepted >= k for r in rounds if r.verified >= k and r.accepted >= k - 1) for k in _positions(rounds)
-    ]
+    return [_share(r.accepted >= k for r in rounds if r.verified >= k and r.accepted >= k - 1) for k in _positions(rounds)]
 
 
 def full_acceptance(rounds: Sequence[Round], block: int) -> list[float]:

@@ -205,6 +205,10 @@ class OnlineCost:
         """How many steps of one token per row were measured (up to the window)."""
         return sum(len(s) for (kind, _, width), s in self._samples.items() if kind == "verify" and width == 1)
 
+    def draft_stages(self) -> int:
+        """How many drafting stages were measured (up to the window)."""
+        return sum(len(s) for (kind, _, _), s in self._samples.items() if kind == "draft")
+
     def verify_seconds(self, tokens: float, rows: int = 1, context: float = 0) -> float:
         return self.prior.verify_seconds(tokens, rows, context) * _ratio(self._verify, rows, tokens / rows, 1.0)
 

@@ -54,3 +54,5 @@ def test_a_drafter_read_wrongly_ends_with_an_error_code_and_the_remedy(world):
 def test_what_makes_no_sense_is_refused(world):
     assert "add --target" in call(world[1], "--check").output
     assert "FIELD=VALUE" in call(world[1], "--override", "fast").output
+    unknown = call(world[1], "--override", "blok_size=3")
+    assert isinstance(unknown.exception, SystemExit) and "did you mean 'block_size'" in unknown.output

@@ -6,6 +6,7 @@ import gc
 import itertools
 import math
 import random
+import re
 
 import golden
 import pytest
@@ -17,6 +18,7 @@ from hf_dspark import AutoDrafter, SpeculationConfig, keyed_processors
 from hf_dspark.decoding import loop
 from hf_dspark.decoding.policy import AutoGate, Policy, StaticGate, policy_for
 from hf_dspark.drafting.proposer import Draft
+from hf_dspark.scheduling.cost import CostTable
 
 # ---------------------------------------------------------------------- simulated rounds
 
@@ -315,6 +317,31 @@ def test_plain_steps_are_measured_first_and_the_notes_speak_of_the_latest_call(l
     assert "a second one" in auto_run(llama, drafter, loop_gate="auto").notes[0]
 
 
+def test_the_note_gives_what_was_measured_and_says_what_was_not_yet():
+    policy = Policy(4, 8)
+    AutoGate(policy)
+    policy.begin(1, 100.0)
+    assert policy.note().count("not measured yet") == 3
+    policy.begin(1, 100.0)
+    policy.observe(draft_of([[]]), [0], [0], 1, 0.0, 0.020)
+    note = policy.note()
+    assert "a plain step 20.0 ms, a draft not measured yet" in note and note.endswith("are accepted not measured yet.")
+    AutoGate(policy)
+    policy.begin(1, 100.0)
+    policy.observe(draft_of([[-0.1] * 4]), [4], [1], 5, 0.005, 0.025)
+    note = policy.note()
+    assert "in this call and those before it, for 1 row: a plain step 20.0 ms, a draft 5.0 ms" in note
+    assert re.search(r"are accepted 0\.\d\d, 0\.\d\d\. .* a second one", note)  # drafts 3 and 4 were never judged
+
+
+def test_a_profiled_machine_has_costs_from_the_start():
+    table = CostTable((1,), (0,), (1, 8), (((0.030, 0.040),),), ((0.007,),))
+    policy = Policy(4, 8, table)
+    policy.begin(1, 0.0)
+    note = policy.note()
+    assert "a plain step 30.0 ms, a draft 7.0 ms" in note and note.count("not measured yet") == 1
+
+
 def test_each_drafter_target_and_block_length_has_a_policy_of_its_own(llama, fresh_target):
     drafter, other = tiny.make_drafter(llama.target), tiny.make_drafter(llama.target)
     knobs = SpeculationConfig(scheduler="auto")
@@ -324,6 +351,8 @@ def test_each_drafter_target_and_block_length_has_a_policy_of_its_own(llama, fre
     assert policy_for(drafter, fresh_target, knobs) is not mine
     shorter = policy_for(drafter, llama.target, SpeculationConfig(scheduler="auto", num_draft_tokens=2))
     assert shorter is not mine and shorter.block == 2
+    longer = policy_for(drafter, llama.target, SpeculationConfig(scheduler="auto", num_draft_tokens=99))
+    assert longer is mine and longer.block == drafter.config.max_block  # a block has no more
     drafter.policy = Policy(5, 8)
     assert policy_for(drafter, llama.target, knobs) is drafter.policy
 
