@@ -114,12 +114,13 @@ def decode(target, drafter, prompts, temperature, tokens, loop_gate=None):
     drafter.policy, out = ModelledTime(BLOCK, STAGES), []
     sampling = dict(do_sample=True, temperature=temperature, top_k=0) if temperature else dict(do_sample=False)
     for i, ids in enumerate(prompts):
-        torch.manual_seed(i)
         inputs = torch.tensor([ids])
+        # With a seed `match` samples the same text whatever drafts it, so arms differ in nothing but time.
+        knobs = SpeculationConfig(loop_gate=loop_gate, max_draft_stages=STAGES, verification="match", seed=i)
         with record(drafter) as recorder:
             target.generate(
                 inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=tokens, pad_token_id=0, **sampling,
-                assistant_model=drafter, speculation=SpeculationConfig(loop_gate=loop_gate, max_draft_stages=STAGES),
+                assistant_model=drafter, speculation=knobs,
             )  # fmt: skip
         out.append(recorder.rounds)
     return out

@@ -59,7 +59,7 @@ def main():
     for n in rows:
         speed = lambda s, logs=logs, n=n: replay_scheduler(logs, costs, s, n, temperatures=found.temperatures)  # noqa: E731
         fixed = [1 / speed(FixedLength(k)).seconds_per_token for k in range(block + 1)]
-        auto, lost = speed(Policy(block, 1)), speed(Policy(block, 1), bad)
+        auto, lost = speed(Policy(block, 1, costs)), speed(Policy(block, 1, costs), bad)  # costs: as after `profile`
         best, fast = max(range(block + 1), key=fixed.__getitem__), 1 / auto.seconds_per_token
         budget = auto.verified / auto.rounds
         row = f"{n:5} | {fixed[0]:5.1f} | {fixed[best]:5.1f} ({best} drafts) | {fast:5.1f} | {budget:.2f} |"

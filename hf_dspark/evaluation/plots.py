@@ -105,7 +105,7 @@ def threshold_sweep(results: list[dict]):
         rate.plot(thresholds, [p["rate"] for p in sweep], color=f"C{i}", linestyle="--", label="acceptance rate (right)")
     axes.set(xlabel="confidence threshold", ylabel="drafts per round")
     rate.set(ylabel="acceptance rate", ylim=(0, 1))
-    figure.legend(loc="outside upper center", ncols=3, fontsize="small")
+    figure.legend(loc="outside upper center", ncols=2, fontsize="x-small")
     return figure
 
 
