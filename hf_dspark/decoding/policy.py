@@ -61,7 +61,7 @@ class Policy:
 
     PLAIN_STEPS = 3  # at every new batch size, since what drafting is compared with grows with it
     FADE = 0.98  # of stages' acceptance and of the time per token, per round
-    WEIGHT = 4.0  # observations that the stage before counts for
+    WEIGHT = 1.5  # observations that the stage before counts for
     PROBING, PROBED = 0.01, 0.5  # share of the time spent on stages that seem not to pay, at what chance
 
     def __init__(self, block: int, max_stages: int, prior: CostTable | None = None, recursive: bool = False):
