@@ -1,7 +1,7 @@
 """What looped drafting gives where drafts are good, part by part: the loop, the training for it, both, the automatic gate, the
 best that any gate could do.
 
-    python examples/ablation_dloop.py --tiny              a minute, too short to learn much
+    python examples/ablation_dloop.py --tiny              seconds, too short to learn anything
     python examples/ablation_dloop.py --output runs       about 15 minutes on one core
 
 A small target learns a language of stock phrases whose order is almost fixed in some documents and free in others; two drafters
@@ -181,7 +181,7 @@ def main():
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.tiny:
-        args.steps, args.prompts, args.tokens, args.output = 20, 1, 24, Path(tempfile.mkdtemp())
+        args.steps, args.prompts, args.tokens, args.output = 4, 1, 12, Path(tempfile.mkdtemp())
     args.output.mkdir(parents=True, exist_ok=True)
     language, kept = Language(), args.output / "target"
     if (kept / "config.json").exists():
@@ -189,7 +189,7 @@ def main():
     else:
         target = train_target(language, args.steps)
         target.save_pretrained(kept)
-    data = answers(target, language, 8 if args.tiny else 256, "data")
+    data = answers(target, language, 2 if args.tiny else 256, "data")
     base, looped = (train_drafter(target, data, args.steps, n, args.output / f"exposure-{n}") for n in (0, 3))
     rows = ["| documents | T | arm | tau | stages | verifications per 100 tokens | speed over base |", "|---" * 7 + "|"]
     results = {}
