@@ -105,7 +105,7 @@ class Policy:
             return draft.lengths
         self.confident = True
         chances = self.correction(draft.confidence)
-        lengths = algorithm1(chances, self._curve(), torch.tensor(draft.lengths), padded=True)
+        lengths = algorithm1(chances, self._curve().convex(), torch.tensor(draft.lengths), padded=True)
         return [min(a, b) for a, b in zip(draft.lengths, lengths.tolist())]
 
     def another_stage(self, scores: list[list[float]]) -> bool:
@@ -172,6 +172,8 @@ class Policy:
         else:
             self._observe_draft_time(draft_seconds, stages, min(drafted, self.block))
             self.throttle.observe(accepted, verified)
+            if not any(verified) and draft.confidence is not None:  # or drafts nobody verifies would be made for ever
+                self.throttle.history.expect(self.correction(draft.confidence)[:, 0].tolist())
             self.looped_rounds += stages > 1
             if self.confident and draft.confidence is not None:
                 self.correction.observe(draft.confidence, verified, accepted)

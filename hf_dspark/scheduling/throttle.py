@@ -103,6 +103,12 @@ class AcceptanceHistory:
                 self._reached[k] += 1
                 self._accepted[k] += k < a
 
+    def expect(self, chances: Sequence[float]) -> None:
+        """Take these chances `[B]` of first drafts that weren't verified for what would have become of them."""
+        if self._reached:
+            self._reached[0] += len(chances)
+            self._accepted[0] += sum(chances)
+
     def fade(self, factor: float) -> None:
         """Trust everything seen so far `factor` times as much."""
         self._accepted = [factor * x for x in self._accepted]

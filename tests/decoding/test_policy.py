@@ -230,6 +230,17 @@ def test_fewer_drafts_are_verified_as_the_batch_grows_under_one_lasting_policy()
     assert verified[0] > verified[1] > verified[2]
 
 
+@pytest.mark.parametrize("rows", [2, 16])
+def test_a_plain_step_that_is_cheap_out_of_line_neither_hides_drafts_that_pay_nor_lets_others_be_made_for_ever(rows):
+    class Kinked(Batch):
+        def verify(self, width):
+            return super().verify(width) - (0.1 if self.rows == 2 else 0.5) * super().verify(1) * (width == 1)
+
+    batch = Kinked(rows, 0.55)
+    policy = Policy(5, 8)
+    assert batch.auto(policy)[0] > 0.93 * max(batch.fixed(k) for k in range(6))  # a few dear rounds are what learning costs
+
+
 def test_plain_steps_are_measured_anew_where_the_batch_has_grown():
     policy = Policy(5, 8)
     Batch(2, 0.9).auto(policy, 40)
