@@ -86,7 +86,8 @@ class DrafterTrainer(Trainer):
         kwargs.setdefault("data_collator", BlockCollator(args.num_anchors, args.seed, args.pack, args.max_length))
         model = DrafterGroup(named) if isinstance(model, dict) else model
         super().__init__(model=model, args=args, train_dataset=train_dataset, **kwargs)
-        self.loss_is_scaled_for_ga = True  # else Trainer would divide by the accumulation steps as well
+        # Else Trainer would divide by the accumulation steps as well; the second is its name before transformers 5.2x.
+        self.loss_is_scaled_for_ga = self.model_accepts_loss_kwargs = True
         self.add_callback(_SetEpoch())
         self.named = named
         self.decode_check, self.stage_override = decode_check, None

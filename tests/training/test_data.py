@@ -12,9 +12,9 @@ PLAIN = (
     "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} <end> {% endfor %}"
     "{% if add_generation_prompt %}<assistant> {% endif %}"
 )
-MARKED = (
-    "{% for m in messages %}<{{ m['role'] }}> {% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }} <end> "
-    "{% endgeneration %}{% else %}{{ m['content'] }} <end> {% endif %}{% endfor %}"
+MARKED = (  # its mark ends with a token: transformers before 5.2x supervises one more where a span ends in mere white space
+    "{% for m in messages %}<{{ m['role'] }}> {% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }} <end>"
+    "{% endgeneration %} {% else %}{{ m['content'] }} <end> {% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<assistant> {% endif %}"
 )
 FORGETFUL = (
