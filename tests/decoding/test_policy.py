@@ -18,6 +18,7 @@ from hf_dspark import AutoDrafter, SpeculationConfig, keyed_processors
 from hf_dspark.decoding import loop
 from hf_dspark.decoding.policy import AutoGate, Policy, StaticGate, policy_for
 from hf_dspark.drafting.proposer import Draft
+from hf_dspark.scheduling import CostTable
 from hf_dspark.scheduling.cost import CostTable
 
 # ---------------------------------------------------------------------- simulated rounds
@@ -239,6 +240,27 @@ def test_a_plain_step_that_is_cheap_out_of_line_neither_hides_drafts_that_pay_no
     batch = Kinked(rows, 0.55)
     policy = Policy(5, 8)
     assert batch.auto(policy)[0] > 0.93 * max(batch.fixed(k) for k in range(6))  # a few dear rounds are what learning costs
+
+
+def test_a_dear_first_draft_does_not_hide_that_several_pay():
+    kinked = CostTable((2,), (0,), (1, 2, 4, 6), (((55.0, 66.0, 70.0, 76.0),),), ((6.8,),))
+    policy = Policy(5, 1, kinked)
+    policy.begin(2, 0.0)
+    assert policy.prune(draft_of([[-0.5] * 5] * 2, [[0.15, 0.99, 0.99, 0.99, 0.99]] * 2)) == [5, 5]
+    assert policy.prune(draft_of([[-0.5] * 5] * 2, [[0.02, 0.99, 0.99, 0.99, 0.99]] * 2)) == [0, 0]
+
+
+def test_drafts_that_nobody_verifies_are_not_made_for_ever():
+    policy, drafted = Policy(5, 1), 0
+    for _ in range(60):
+        policy.begin(1, 100.0)
+        planned = policy.plan()
+        draft = draft_of([[-0.5] * planned], [[0.01] * planned], 1, 5)
+        lengths = policy.prune(draft)
+        assert lengths == [0]
+        policy.observe(draft, lengths, [0], 1, 8.0 if planned else 0.01, 50.0)
+        drafted += planned > 0
+    assert 0 < drafted < 25
 
 
 def test_plain_steps_are_measured_anew_where_the_batch_has_grown():
