@@ -17,7 +17,7 @@ from hf_dspark.scheduling.correction import Correction
 from hf_dspark.scheduling.cost import GENERIC, CostTable, LatencyCurve, OnlineCost, machine_key
 from hf_dspark.scheduling.gate import OnlineGate
 from hf_dspark.scheduling.headless import predict_confidence, step_features
-from hf_dspark.scheduling.prefix import algorithm1
+from hf_dspark.scheduling.prefix import lookahead
 from hf_dspark.scheduling.throttle import DraftThrottle
 
 
@@ -95,18 +95,17 @@ class Policy:
         return planned
 
     def prune(self, draft: Draft) -> list[int]:
-        """Drafts to verify of each row, [A], by DSpark's Algorithm 1 (arXiv 2607.05147) over its confidences, corrected by what
-        became of earlier ones: a head that is sure of too much wastes verifications, one that doubts too much throws drafts
-        away, and neither would ever show.
-
-        The draft's own time enters as one stage's, however many were drafted: their number depends on the drafts themselves.
-        """
+        """Drafts to verify of each row, [A], by [`lookahead`] over its confidences, corrected by what became of earlier ones: a
+        head that is sure of too much wastes verifications, one that doubts too much throws drafts away, and neither would ever
+        show. The draft's own time is spent by now and does not count."""
         if draft.confidence is None or not draft.tokens.shape[1]:
             return draft.lengths
         self.confident = True
-        chances = self.correction(draft.confidence)
-        lengths = algorithm1(chances, self._curve().convex(), torch.tensor(draft.lengths), padded=True)
-        return [min(a, b) for a, b in zip(draft.lengths, lengths.tolist())]
+        chances, past = self.correction(draft.confidence), self.throttle.history.conditional()
+        past += past[-1:] * (chances.shape[1] - len(past))
+        curve = self.cost.curve(self.rows, self.context, stages=0).isotonic()
+        length = lookahead(chances, past, curve, self.throttle.rate(self.rows, self.context), torch.tensor(draft.lengths))
+        return [min(n, length) for n in draft.lengths]
 
     def another_stage(self, scores: list[list[float]]) -> bool:
         """Whether rows with these stage `scores` [R][S] draft one more, see [`AutoGate`].
@@ -171,12 +170,13 @@ class Policy:
             self._plain[self.rows] += 1
         else:
             self._observe_draft_time(draft_seconds, stages, min(drafted, self.block))
-            self.throttle.observe(accepted, verified)
-            if not any(verified) and draft.confidence is not None:  # or drafts nobody verifies would be made for ever
-                self.throttle.history.expect(self.correction(draft.confidence)[:, 0].tolist())
             self.looped_rounds += stages > 1
             if self.confident and draft.confidence is not None:
                 self.correction.observe(draft.confidence, verified, accepted)
+                chances = self.correction(draft.confidence).tolist()
+                self.throttle.history.expect([row[:n] for row, n in zip(chances, draft.lengths)])
+            else:
+                self.throttle.observe(accepted, verified)
         if self.loops:
             self._observe_stages(draft, verified, accepted, stages, fed)
 

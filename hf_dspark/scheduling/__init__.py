@@ -21,7 +21,7 @@ from .headless import (
     step_features,
     survival_logits,
 )
-from .prefix import LaggedScheduler, algorithm1, allocate, capacity, confidence_prefix, survival, throughput
+from .prefix import LaggedScheduler, algorithm1, allocate, capacity, confidence_prefix, lookahead, survival, throughput
 from .throttle import AcceptanceHistory, DraftState, DraftThrottle, draft_length, next_state, worth_drafting
 
 __all__ = [
@@ -49,6 +49,7 @@ __all__ = [
     "fit_sequential_temperatures",
     "fit_survival",
     "legal_features",
+    "lookahead",
     "machine_key",
     "next_state",
     "predict_confidence",

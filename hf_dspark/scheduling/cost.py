@@ -50,16 +50,6 @@ class LatencyCurve:
                 pools.append(((a * w + b * v) / (w + v), w + v, n + m))
         return replace(self, seconds=tuple(mean for mean, _, n in pools for _ in range(n)))
 
-    def convex(self) -> "LatencyCurve":
-        """The greatest convex curve below this one. Algorithm 1 adds token by token and stops at the first that doesn't pay, so
-        a dear first draft (plain steps often have kernels of their own) would hide that several together do."""
-        hull: list[tuple[float, float]] = []
-        for x, y in zip(self.tokens, self.seconds, strict=True):
-            while len(hull) > 1 and _slope(*hull[-2:]) >= _slope(hull[-2], (x, y)):
-                hull.pop()
-            hull.append((x, y))
-        return LatencyCurve(*zip(*hull, strict=True))
-
     def as_staircase(self) -> "LatencyCurve":
         return replace(self, staircase=True)
 
@@ -275,10 +265,6 @@ def _interpolate(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
     i = min(bisect_left(xs, x), len(xs) - 1)
     slope = (ys[i] - ys[i - 1]) / (xs[i] - xs[i - 1])
     return ys[i] + (max(slope, 0.0) if x > xs[-1] else slope) * (x - xs[i])
-
-
-def _slope(a: tuple[float, float], b: tuple[float, float]) -> float:
-    return (b[1] - a[1]) / (b[0] - a[0])
 
 
 def _tuples(values: dict) -> dict:

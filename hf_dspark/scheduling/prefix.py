@@ -10,6 +10,7 @@ row), a number that must not depend on the drafts it leaves out. Latencies are c
 included) to seconds, such as `CostTable.curve(...)`.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from itertools import accumulate, zip_longest
@@ -85,6 +86,43 @@ def algorithm1(
             break
         best, chosen = rate, chosen + grow
     return chosen.to(confidence.device)
+
+
+def lookahead(
+    confidence: Tensor,
+    expected: Sequence[float],
+    latency: Callable[[float], float],
+    rate: float,
+    lengths: Tensor | None = None,
+) -> int:
+    """Drafts per row worth verifying where the forward is padded to the longest row: one more position while some length
+    from there on is expected to gain more tokens than its time is worth (ours; [`algorithm1`] looks one position ahead, and
+    so stops at a dear first draft although three together would pay).
+
+    What lies ahead is foreseen from earlier rounds, never from this round's later confidences, so the rule is exact on any
+    latency.
+
+    Args:
+        confidence: `[B, K]` in [0, 1].
+        expected: K chances that draft k is accepted if the drafts before it are, from earlier rounds.
+        latency: tokens in the step -> seconds.
+        rate: tokens that a second is worth, over all rows.
+        lengths: `[B]` candidates per row, default K.
+    """
+    a = survival(confidence, lengths)
+    rows, drafts = a.shape
+    offered = torch.full((rows,), drafts) if lengths is None else lengths.cpu()
+    seconds = [latency(rows * (1 + k)) for k in range(drafts + 1)]
+    for k in range(drafts):
+        alive, gain, best = a[:, k], 0.0, -math.inf
+        for last in range(k, drafts):
+            if last > k:
+                alive = torch.where(offered > last, alive * expected[last], 0.0)
+            gain += alive.sum().item()
+            best = max(best, gain - rate * (seconds[last + 1] - seconds[k]))
+        if not best > 0:
+            return k
+    return drafts
 
 
 def throughput(

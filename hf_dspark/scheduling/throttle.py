@@ -4,8 +4,9 @@ Decisions use acceptance history and measured costs only, so they are exact with
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from torch import Tensor
 
@@ -22,35 +23,29 @@ def worth_drafting(tau: float, draft_seconds: float, verify_seconds: float, plai
     return tau * plain_seconds > (draft_seconds + verify_seconds) * (1 + margin)
 
 
-def draft_length(
-    survival: Sequence[float],
-    draft_seconds: Callable[[int], float],
-    verify_seconds: Callable[[int], float],
-    plain_seconds: float,
-    margin: float = BUDGET,
-) -> int:
+def draft_length(survival: Sequence[float], seconds: Sequence[float], margin: float = BUDGET) -> int:
     """Drafts per row with the most expected tokens per second, 0 for plain decoding.
 
     Args:
         survival: K mean chances that drafts 1..k are all accepted, from past rounds.
-        draft_seconds, verify_seconds: k drafts -> seconds of the draft, and of the target over 1 + k tokens per row.
-        plain_seconds: a step of one token per row.
+        seconds: K + 1 times of a round of 0..K drafts per row, draft and verification.
         margin: plain decoding must win by this much to be chosen, so that noise does not switch a drafter off.
     """
-    best, best_rate, tau = 0, 1 / (plain_seconds * (1 + margin)), 1.0
-    for k, chance in enumerate(survival, 1):
-        tau += chance
-        rate = tau / (draft_seconds(k) + verify_seconds(k))
-        if rate > best_rate:
-            best, best_rate = k, rate
-    return best
+    rates = round_rates(survival, seconds)
+    rates[0] /= 1 + margin
+    return max(range(len(rates)), key=rates.__getitem__)
+
+
+def round_rates(survival: Sequence[float], seconds: Sequence[float]) -> list[float]:
+    """Expected tokens per second and row of rounds of 0..K drafts, see [`draft_length`]."""
+    return [tau / s for tau, s in zip(accumulate(survival, initial=1.0), seconds, strict=True)]
 
 
 @dataclass(frozen=True)
 class DraftState:
     """What to do this round (`length` drafts, 0: a plain step) and what is planned if the drafter keeps losing: `wait`
-    plain rounds, then `probe` rounds that draft all the same. `gap` is the wait's length, doubled by every probe that
-    fails."""
+    plain rounds, then `probe` rounds that draft all the same. `gap` is the wait's length, doubled by probes that
+    leave no hope."""
 
     length: int = 0
     gap: int = FIRST_GAP // 2
@@ -58,7 +53,7 @@ class DraftState:
     probe: int = 0
 
 
-def next_state(state: DraftState, best: int, probe_length: int, loss: float) -> DraftState:
+def next_state(state: DraftState, best: int, probe_length: int, loss: float, hopeful: bool = False) -> DraftState:
     """One step of the on-off automaton.
 
     Args:
@@ -66,6 +61,7 @@ def next_state(state: DraftState, best: int, probe_length: int, loss: float) -> 
         probe_length: drafts to try while probing.
         loss: what a probing round costs more than the plain steps it replaces, in plain steps. The first wait is long
             enough for probing to stay within `BUDGET`, whatever the drafter costs.
+        hopeful: the estimates are uncertain enough for drafting to pay after all: the next wait is no longer than the last.
     """
     if best > 0:
         return DraftState(best, gap=max(FIRST_GAP // 2, state.gap // 2))
@@ -73,7 +69,7 @@ def next_state(state: DraftState, best: int, probe_length: int, loss: float) -> 
         return replace(state, length=0, wait=state.wait - 1)
     if state.probe:
         return replace(state, length=probe_length, probe=state.probe - 1)
-    gap = max(2 * state.gap, math.ceil(PROBE_ROUNDS * max(loss, 0.0) / BUDGET))
+    gap = max(state.gap if hopeful else 2 * state.gap, math.ceil(PROBE_ROUNDS * max(loss, 0.0) / BUDGET))
     return DraftState(0, gap, wait=gap - 1, probe=PROBE_ROUNDS)
 
 
@@ -103,11 +99,16 @@ class AcceptanceHistory:
                 self._reached[k] += 1
                 self._accepted[k] += k < a
 
-    def expect(self, chances: Sequence[float]) -> None:
-        """Take these chances `[B]` of first drafts that weren't verified for what would have become of them."""
-        if self._reached:
-            self._reached[0] += len(chances)
-            self._accepted[0] += sum(chances)
+    def expect(self, chances: Sequence[Sequence[float]]) -> None:
+        """As [`observe`], from the chances `[B][K]` of one round's drafts: they vary less than what becomes of the drafts, and
+        tell of those that nobody verifies."""
+        self.fade(self.decay)
+        for row in chances:
+            reached = 1.0
+            for k, chance in enumerate(row[: len(self._reached)]):
+                self._reached[k] += reached
+                reached *= chance
+                self._accepted[k] += reached
 
     def fade(self, factor: float) -> None:
         """Trust everything seen so far `factor` times as much."""
@@ -123,11 +124,11 @@ class AcceptanceHistory:
             weight = self.weight
         return chances
 
-    def survival(self) -> list[float]:
-        """K chances that drafts 1..k are all accepted."""
+    def survival(self, optimism: float = 0.0) -> list[float]:
+        """K chances that drafts 1..k are all accepted, every draft `optimism` standard errors likelier than it was."""
         chances, product = [], 1.0
-        for chance in self.conditional():
-            product *= chance
+        for chance, reached in zip(self.conditional(), self._reached, strict=True):
+            product *= min(1.0, chance + optimism * (chance * (1 - chance) / (reached + self.weight)) ** 0.5)
             chances.append(product)
         return chances
 
@@ -157,25 +158,28 @@ class DraftThrottle:
         if self.cost.plain_steps() < self.PLAIN_STEPS or self._drafted >= self._gap:
             self._drafted = 0
             return 0
-        waited, survival = self.state.wait, self.history.survival()
-        plain = self.cost.verify_seconds(rows, rows, context)
-        draft = [self.cost.draft_seconds(rows, context, k) for k in range(self.max_length + 1)]
-        verify = [self.cost.verify_seconds(rows * (1 + k), rows, context) for k in range(self.max_length + 1)]
-
-        def best(margin):
-            return draft_length(survival, draft.__getitem__, verify.__getitem__, plain, margin)
-
-        probe = best(math.inf)  # the least bad
-        loss = (draft[probe] + verify[probe]) / plain - 1 - sum(survival[:probe])
-        self.state = next_state(self.state, best(BUDGET), probe, loss)
+        waited, survival, seconds = self.state.wait, self.history.survival(), self._seconds(rows, context)
+        rates = round_rates(survival, seconds)
+        probe = max(range(1, len(rates)), key=rates.__getitem__, default=0)  # the least bad
+        loss = seconds[probe] / seconds[0] - 1 - sum(survival[:probe])
+        hopeful = draft_length(self.history.survival(1.0), seconds) > 0
+        self.state = next_state(self.state, draft_length(survival, seconds), probe, loss, hopeful)
         if waited and not self.state.wait and not self.state.length:
             self.history.fade(0.5)  # so that the probe's few rounds outweigh what is long past
         length = self.state.length
-        round_seconds = draft[length] + verify[length]
-        lost = plain - round_seconds / (1 + sum(survival[:length]))
-        self._gap = max(self.PLAIN_EVERY, lost / (self.PLAIN_SHARE * round_seconds))
+        lost = 1 - rates[0] / rates[length]  # share of a plain step's time
+        self._gap = max(self.PLAIN_EVERY, lost * seconds[0] / (self.PLAIN_SHARE * seconds[length]))
         self._drafted = self._drafted + 1 if length else 0
         return length
+
+    def rate(self, rows: int = 1, context: float = 0) -> float:
+        """Tokens per second, of all rows, that the best number of drafts is expected to give: what a second is worth."""
+        return rows * max(round_rates(self.history.survival(), self._seconds(rows, context)))
+
+    def _seconds(self, rows: int, context: float) -> list[float]:
+        verify = [self.cost.verify_seconds(rows * (1 + k), rows, context) for k in range(self.max_length + 1)]
+        draft = [self.cost.draft_seconds(rows, context, k) if k else 0.0 for k in range(self.max_length + 1)]
+        return [d + v for d, v in zip(draft, verify, strict=True)]
 
     def observe(self, accepted: Sequence[int] | Tensor, verified: Sequence[int] | Tensor) -> None:
         """Accepted and verified drafts of each row, `[B]`, of a round that drafted."""

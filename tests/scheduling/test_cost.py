@@ -61,18 +61,6 @@ def test_isotonic_equals_the_min_max_formula():
             assert curve.isotonic().seconds == pytest.approx(expected)
 
 
-def test_convex_is_the_greatest_convex_curve_below():
-    rng = random.Random(1)
-    for _ in range(50):
-        x = sorted(rng.sample(range(1, 30), rng.randint(1, 7)))
-        y = [rng.random() for _ in x]
-        curve = LatencyCurve(tuple(x), tuple(y)).convex()
-        for at in x:  # the lowest chord over `at`
-            chords = [y[i] + (y[j] - y[i]) * (at - x[i]) / (x[j] - x[i]) for i in range(len(x)) for j in range(i + 1, len(x))
-                      if x[i] <= at <= x[j]]  # fmt: skip
-            assert curve(at) == pytest.approx(min(chords, default=y[0]))
-
-
 def test_widths_seen_thrice_on_a_busy_machine_give_way_to_wider_ones_seen_often():
     cost = OnlineCost()
     for width, seconds, times in ((8, 1.0, 30), (15, 9.0, 3), (22, 1.2, 30)):

@@ -1,5 +1,7 @@
+import math
 import random
 from fractions import Fraction
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from hf_dspark.scheduling import (
     allocate,
     capacity,
     confidence_prefix,
+    lookahead,
     survival,
     throughput,
 )
@@ -33,6 +36,12 @@ def jagged(tokens):
     return {1: 1, 2: 2, 3: 2.1, 4: 3.4, 5: 3.5, 6: 3.6, 7: 4.8, 8: 4.9}[tokens]
 
 
+def ahead(c, latency, rate, lengths=None):
+    """[`lookahead`] with drafts that were accepted more and more often in the past, so that a bad one can be worth it."""
+    offered = torch.full((len(c),), c.shape[1]) if lengths is None else lengths
+    return offered.clamp(max=lookahead(c, [0.3, 0.6, 0.9][: c.shape[1]], latency, rate, lengths))
+
+
 RULES = {
     "threshold": lambda c: confidence_prefix(c, 0.5),
     "cumulative threshold": lambda c: confidence_prefix(c, 0.5, cumulative=True),
@@ -40,6 +49,9 @@ RULES = {
     "algorithm 1, jagged": lambda c: algorithm1(c, jagged),
     "algorithm 1, padded": lambda c: algorithm1(c, latency, padded=True),
     "algorithm 1, ragged": lambda c: algorithm1(c, latency, torch.tensor([2, 1])[: len(c)]),
+    "lookahead": lambda c: ahead(c, latency, 0.5),
+    "lookahead, jagged": lambda c: ahead(c, jagged, 0.9),
+    "lookahead, ragged": lambda c: ahead(c, jagged, 0.9, torch.tensor([1, 2])[: len(c)]),
     "capacity 1": lambda c: allocate(c, 1),
     "capacity 2": lambda c: allocate(c, 2),
     "capacity 3": lambda c: allocate(c, 3),
@@ -244,6 +256,39 @@ def test_a_padded_batch_admits_a_position_for_all_rows():
     assert algorithm1(c, lambda tokens: 1 + 0.1 * tokens, padded=True).tolist() == [2, 1]
     assert throughput(c, torch.tensor([2, 1]), float, padded=True) == pytest.approx((2 + 0.9 + 0.81 + 0.8) / 6)
     assert throughput(c, torch.tensor([2, 1]), float) == pytest.approx((2 + 0.9 + 0.81 + 0.8) / 5)
+
+
+def test_looking_ahead_finds_the_best_length_on_any_latency_if_confidences_are_as_expected():
+    rng = random.Random(0)
+    stopped, passed = 0, 0
+    for _ in range(2000):
+        drafts, rows = rng.randint(1, 5), rng.randint(1, 3)
+        chances = [rng.random() ** 0.5 for _ in range(drafts)]
+        lengths = [rng.randint(0, drafts) for _ in range(rows)]
+        seconds = list(accumulate(rng.choice([0.05, 0.1, 1.0]) for _ in range(drafts + 1)))
+        rate = rng.uniform(0.1, 2.0)
+        values = []
+        for length in range(drafts + 1):
+            gains = (math.prod(chances[: k + 1]) for n in lengths for k in range(min(n, length)))
+            values.append(sum(gains) - rate * (seconds[length] - seconds[0]))
+        confidence = torch.tensor([chances] * rows, dtype=torch.float64)
+        got = lookahead(confidence, chances, lambda t, r=rows, s=seconds: s[t // r - 1], rate, torch.tensor(lengths))
+        assert values[got] == pytest.approx(max(values))
+        stopped += got < drafts
+        passed += any(a > b for a, b in pairwise(values[: got + 1]))
+    assert stopped > 200 and passed > 50  # dear drafts stood in the way of better ones
+
+
+def test_looking_ahead_uses_this_rounds_confidence_once_it_is_reached():
+    kinked = LatencyCurve((1, 2, 3, 4), (1.0, 1.5, 1.6, 1.7))
+    past = [0.5, 0.5, 0.5]
+
+    def chosen(*confidence):
+        return lookahead(torch.tensor([confidence]), past, kinked, 1.0)
+
+    assert chosen(0.1, 0.9, 0.9) == 0  # 0.1 + 0.05 + 0.025 is not worth 0.7 seconds
+    assert chosen(0.4, 0.9, 0.9) == 3  # 0.4 + 0.2 + 0.1 is
+    assert chosen(0.4, 0.1, 0.9) == 1  # nor is 0.04 + 0.02 worth 0.2 once the second is known to be bad
 
 
 @pytest.mark.parametrize("value", [1.5, -0.1, float("nan")])

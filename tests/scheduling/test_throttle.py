@@ -1,4 +1,5 @@
 import itertools
+import math
 import random
 
 import pytest
@@ -30,7 +31,7 @@ def test_draft_length_equals_brute_force():
         draft, slope = rng.uniform(0, 0.8), rng.uniform(0, 0.5)
         rates = [1 / (1.0 * 1.03)]
         rates += [(1 + sum(chances[:k])) / (draft + 1 + slope * k) for k in range(1, len(chances) + 1)]
-        got = draft_length(chances, lambda k, d=draft: d, lambda k, s=slope: 1 + s * k, 1.0)
+        got = draft_length(chances, [1.0] + [draft + 1 + slope * k for k in range(1, len(chances) + 1)])
         assert rates[got] == pytest.approx(max(rates))
         zero += got == 0
     assert 0 < zero < 300
@@ -44,6 +45,30 @@ def test_history_is_conditional_acceptance_with_a_prior():
     first = (3 + 1) / (4 + 2)
     second = (2 + 2 * first) / (2 + 2)
     assert history.conditional() == pytest.approx([first, second, (1 + 2 * second) / (2 + 2)])
+
+
+def test_chances_count_as_the_mean_of_what_becomes_of_the_drafts():
+    rng, chances = random.Random(0), [0.8, 0.3, 0.6]
+    told, seen = AcceptanceHistory(3, decay=1.0), AcceptanceHistory(3, decay=1.0)
+    for _ in range(4000):
+        told.expect([chances, chances[:2]])
+        for row in (chances, chances[:2]):
+            accepted = ([rng.random() < c for c in row] + [False]).index(False)
+            seen.observe([accepted], [len(row)])
+    assert told.conditional() == pytest.approx(chances, abs=1e-3)
+    assert seen.conditional() == pytest.approx(told.conditional(), abs=0.03)
+    assert told._reached == pytest.approx(seen._reached, rel=0.03)
+
+
+def test_optimism_shrinks_with_what_was_seen():
+    few, many = AcceptanceHistory(2, decay=1.0), AcceptanceHistory(2, decay=1.0)
+    for history, rounds in ((few, 4), (many, 400)):
+        for _ in range(rounds):
+            history.expect([[0.4, 0.5]])
+    hope = [h.survival(1.0)[1] - h.survival()[1] for h in (few, many)]
+    assert hope[0] > 5 * hope[1] > 0
+    chance, reached = few.conditional()[0], 4 + 2 * 1.0  # the prior weighs two
+    assert few.survival(1.0)[0] == pytest.approx(chance + (chance * (1 - chance) / (reached + 2)) ** 0.5)
 
 
 def test_history_forgets():
@@ -63,6 +88,15 @@ def test_gaps_between_probes_grow_geometrically_and_shrink_once_drafting_pays():
     gap = state.gap
     state = next_state(state, best=3, probe_length=4, loss=0.0)
     assert state.length == 3 and state.gap == gap // 2 and state.wait == state.probe == 0
+
+
+def test_gaps_do_not_grow_while_drafting_may_pay_after_all():
+    state, lengths = DraftState(4), []
+    for i in range(400):
+        state = next_state(state, best=0, probe_length=4, loss=0.1, hopeful=i < 200)
+        lengths.append(state.length)
+    waits = [len(list(run)) for length, run in itertools.groupby(lengths) if length == 0]
+    assert set(waits[:11]) == {math.ceil(4 * 0.1 / 0.03)} and waits[-2] >= 4 * waits[0]
 
 
 def test_a_dear_probe_waits_longer():
@@ -195,7 +229,7 @@ def test_lengths_chosen_from_history_are_lossless():
         history = AcceptanceHistory(2)
         for accepted, verified in past:
             history.observe([accepted], [verified])
-        length = draft_length(history.survival(), lambda k: 0.6, lambda k: 1 + 0.2 * k, 1.0)
+        length = draft_length(history.survival(), [1.0, 1.8, 2.0])
         lengths_seen.add(length)
         row = Row(lambda x: world.p(prefix + x), lambda x: world.q(prefix + x), None, length)
         total = {}
