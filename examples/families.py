@@ -2,6 +2,7 @@
 
     python examples/families.py --tiny           seconds, on random models
     python examples/families.py --minutes 20 --data train.jsonl --held-out heldout.jsonl --feature-cache features --output runs
+    python examples/families.py --family dspark-3 dspark-7 dspark-5x2 ... --loop-exposure 0     other block lengths, two layers
 
 Data come from `hf-dspark data generate`; the target is SmolLM2-135M-Instruct from the demo extra. With a second run, families
 found in the output folder aren't trained again, and finished answers are kept.
@@ -10,9 +11,11 @@ found in the output folder aren't trained again, and finished answers are kept.
 import argparse
 import json
 import random
+import re
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, TrainerCallback
@@ -30,6 +33,23 @@ FAMILIES = {
     "eagle3": {},
 }
 METHODS = [Method("plain"), Method("own"), Method("own", {"loop_gate": -0.5})]
+
+
+class Variant(NamedTuple):
+    """E.g. `dspark-7x2`: a DSpark drafter of seven drafts a stage and two layers; 5 and 1 if not given."""
+
+    name: str
+    family: str
+    block: int
+    layers: int
+
+    @classmethod
+    def of(cls, name):
+        found = re.fullmatch(rf"({'|'.join(FAMILIES)})(?:-(\d+))?(?:x(\d+))?", name)
+        if not found or (found[1] == "eagle3" and found[3]):
+            known = ", ".join(FAMILIES)
+            raise argparse.ArgumentTypeError(f"{name!r} is no FAMILY[-BLOCK][xLAYERS] of {known} (eagle3 has one layer)")
+        return cls(name, found[1], int(found[2] or 5), int(found[3] or 1))
 
 
 class Numbers:
@@ -75,35 +95,37 @@ def real_world(args):
     return target.eval(), tokenizer, data, ChatDataset(rows, tokenizer).draft_vocabulary(8192, 49152), 16, prompts
 
 
-def train(name, world, args, folder, steps, budget, start=0.6):
+def train(variant, world, args, folder, steps, budget, start=0.6):
     target, _, data, draft_ids, mask, _ = world
     torch.manual_seed(0)
-    if name == "eagle3":
-        drafter = new_eagle3(target, draft_ids, chain_length=args.block)
+    if variant.family == "eagle3":
+        drafter = new_eagle3(target, draft_ids, chain_length=variant.block)
     else:
-        drafter = new_drafter(target, mask, draft_ids, block_size=args.block, num_hidden_layers=1, **FAMILIES[name])
+        shape = dict(block_size=variant.block, num_hidden_layers=variant.layers, **FAMILIES[variant.family])
+        drafter = new_drafter(target, mask, draft_ids, **shape)
     arguments = DrafterTrainingArguments(
         str(folder), per_device_train_batch_size=4, max_steps=steps, learning_rate=2e-3, lr_scheduler_type="cosine",
         warmup_steps=min(40, steps // 10), adam_beta2=0.95, weight_decay=0.0, bf16=not args.tiny, use_cpu=True, ce_weight=0.0,
-        num_anchors=64, loop_exposure=3, loop_start=start, loss_chunk=4096, logging_steps=max(1, steps // 10), report_to=[],
+        num_anchors=64, loop_exposure=args.loop_exposure, loop_start=start, loss_chunk=4096, logging_steps=max(1, steps // 10), report_to=[],
         disable_tqdm=True, save_strategy="no", feature_cache=args.feature_cache, skip_estimate=True,
     )  # fmt: skip
     DrafterTrainer(drafter, arguments, target, data, callbacks=[budget]).train()
     return drafter
 
 
-def trained(name, world, args):
+def trained(variant, world, args):
     """A drafter of the family after `--minutes` of processor time, loop-aware in the last 40 % of its steps; and its facts."""
-    folder = args.output / name
+    folder = args.output / variant.name
     if (folder / "facts.json").exists():
         drafter = AutoDrafter.from_pretrained(folder, target=world[0], dtype=world[0].dtype)
         return drafter, json.loads((folder / "facts.json").read_text())
     each = []
     for start in (1.0, 0.0):  # seconds of a step of one stage, and of a step of several
-        train(name, world, args, folder, 8, probe := Budget(), start)
+        train(variant, world, args, folder, 8, probe := Budget(), start)
         each.append((probe.ends[-1] - probe.ends[1]) / (len(probe.ends) - 2))
-    steps = max(10, int(60 * args.minutes / (0.6 * each[0] + 0.4 * each[1])))
-    drafter = train(name, world, args, folder, steps, budget := Budget(60 * args.minutes))
+    looped = 0.4 if args.loop_exposure else 0.0
+    steps = max(10, int(60 * args.minutes / ((1 - looped) * each[0] + looped * each[1])))
+    drafter = train(variant, world, args, folder, steps, budget := Budget(60 * args.minutes))
     drafter.save_pretrained(folder)
     facts = {"parameters": sum(p.numel() for p in drafter.parameters()), "steps": len(budget.ends)}
     facts["minutes"] = (budget.ends[-1] - budget.ends[0]) / 60
@@ -115,29 +137,30 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--minutes", type=float, default=20, help="processor time of each family")
-    parser.add_argument("--family", nargs="+", choices=FAMILIES, default=list(FAMILIES))
+    parser.add_argument("--family", nargs="+", type=Variant.of, metavar="FAMILY[-BLOCK][xLAYERS]", help="e.g. dspark-7x2")
+    parser.add_argument("--loop-exposure", type=int, default=3, help="of the last 40 %% of the steps; 0 trains without looping")
     parser.add_argument("--data", type=Path)
     parser.add_argument("--held-out", type=Path)
     parser.add_argument("--examples", type=int, default=1500)
     parser.add_argument("--feature-cache", help="folder that keeps the target's outputs, shared by all families")
-    parser.add_argument("--block", type=int, default=5, help="drafts of a stage")
     parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--output", type=Path, default=Path(tempfile.gettempdir()) / "families")
     args = parser.parse_args()
+    variants = args.family or list(map(Variant.of, FAMILIES))
     torch.set_num_threads(1)
     world = target, tokenizer, *_, prompts = tiny_world(args) if args.tiny else real_world(args)
     plan = Plan(prompts, METHODS, (0.0, 1.0), args.tokens, chat=not args.tiny)
     lines = ["| family | M parameters | steps | minutes | T | looped | tau | draft ms a round | speed over plain |"]
     lines.append("|---" * 9 + "|")
-    for name in args.family:
-        drafter, facts = trained(name, world, args)
-        out = run(target, tokenizer, drafter, plan, {"family": name, **facts}, args.output / f"{name}.jsonl")
+    for variant in variants:
+        drafter, facts = trained(variant, world, args)
+        out = run(target, tokenizer, drafter, plan, {"family": variant.name, **facts}, args.output / f"{variant.name}.jsonl")
         for result in out["results"]:
             if result["set"] == out["results"][-1]["set"] and result["method"] != "plain":
                 speed, draft = result["speedup_over_plain"], 1000 * result["split"]["draft_seconds"] * result["tau"]
                 lines.append(
-                    f"| {name} | {facts['parameters'] / 1e6:.1f} | {facts['steps']} | {facts['minutes']:.1f} | "
+                    f"| {variant.name} | {facts['parameters'] / 1e6:.1f} | {facts['steps']} | {facts['minutes']:.1f} | "
                     f"{result['temperature']:.0f} | {'yes' if 'loop' in result['method'] else 'no'} | {result['tau']:.2f} | "
                     f"{draft:.1f} | {speed['ratio']:.2f} ({speed['low']:.2f} to {speed['high']:.2f}) |"
                 )
