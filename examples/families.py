@@ -106,8 +106,8 @@ def train(variant, world, args, folder, steps, budget, start=0.6):
     arguments = DrafterTrainingArguments(
         str(folder), per_device_train_batch_size=4, max_steps=steps, learning_rate=2e-3, lr_scheduler_type="cosine",
         warmup_steps=min(40, steps // 10), adam_beta2=0.95, weight_decay=0.0, bf16=not args.tiny, use_cpu=True, ce_weight=0.0,
-        num_anchors=64, loop_exposure=args.loop_exposure, loop_start=start, loss_chunk=4096, logging_steps=max(1, steps // 10), report_to=[],
-        disable_tqdm=True, save_strategy="no", feature_cache=args.feature_cache, skip_estimate=True,
+        num_anchors=64, loop_exposure=args.loop_exposure, loop_start=start, loss_chunk=4096, logging_steps=max(1, steps // 10),
+        report_to=[], disable_tqdm=True, save_strategy="no", feature_cache=args.feature_cache, skip_estimate=True,
     )  # fmt: skip
     DrafterTrainer(drafter, arguments, target, data, callbacks=[budget]).train()
     return drafter
