@@ -57,6 +57,8 @@ class Proposer:
             draft law and the log-probabilities of the drafts before; never from the draft it judges.
     """
 
+    PATIENCE = 64  # plain steps to wait with, which bounds the memory they take
+
     def __init__(
         self,
         drafter,
@@ -67,8 +69,9 @@ class Proposer:
         estimate: Callable | None = None,
     ):
         self.drafter, self.speculation, self.gate, self.estimate = drafter, speculation, gate, estimate
-        self.cache = drafter.new_cache(first_positions) if cache is None else cache
-        self.seed: torch.Tensor | None = None  # [A, D], recursive drafters only
+        self._cache = drafter.new_cache(first_positions) if cache is None else cache
+        self._seed: torch.Tensor | None = None
+        self._waiting: list[tuple] = []  # features and next tokens of plain steps: what isn't drafted from needn't be read yet
         trained, wanted = drafter.config.max_block, speculation.num_draft_tokens
         longest = trained if drafter.config.fixed_block else wanted
         self.block = trained if wanted is None else min(wanted, longest)
@@ -88,19 +91,48 @@ class Proposer:
 
     def observe(self, features: torch.Tensor, next_tokens: torch.Tensor, valid: torch.Tensor) -> None:
         """Extend the drafter's context: features [A, T, m*D] of the tokens fed, the token after each [A, T], which count."""
-        self.seed = self.drafter.extend(self.cache, features, next_tokens, valid)
+        if features.shape[1] == 1 and valid.all():
+            self._waiting.append((features, next_tokens))
+            if len(self._waiting) < self.PATIENCE:
+                return
+            self._catch_up()
+        else:
+            self._catch_up()
+            self._seed = self.drafter.extend(self._cache, features, next_tokens, valid)
+
+    def _catch_up(self) -> None:
+        if self._waiting:
+            features, next_tokens = (torch.cat(part, 1) for part in zip(*self._waiting))
+            self._waiting.clear()
+            every = torch.ones(next_tokens.shape, dtype=torch.bool)
+            self._seed = self.drafter.extend(self._cache, features, next_tokens, every)
+
+    @property
+    def cache(self):
+        """The drafter's, with all that was observed."""
+        self._catch_up()
+        return self._cache
+
+    @property
+    def seed(self) -> torch.Tensor | None:
+        """[A, D], where the recursion begins; recursive drafters only."""
+        self._catch_up()
+        return self._seed
 
     def select(self, rows: list[int]) -> None:
         """Keep only these active rows."""
         index = torch.tensor(rows, dtype=torch.long)
-        self.cache = self.cache.select(index)
-        self.seed = None if self.seed is None else self.seed[index.to(self.seed.device)]
+        seed, self._cache = self.seed, self.cache.select(index)
+        self._seed = None if seed is None else seed[index.to(seed.device)]
 
     # ------------------------------------------------------------------ drafting
 
     @torch.no_grad()
     def propose(self, context: Context) -> Draft:
         """Draft behind the committed tokens of `context`. The drafter's cache is afterwards as it was before."""
+        if min(self.block, max(context.room, default=0)) <= 0:
+            rows, empty = len(context.rows), context.ids.new_zeros(len(context.rows), 0)
+            return Draft(empty, [0] * rows, None, empty.float(), None, [1] * rows, self.block)
         mark = self.cache.mark()
         try:
             return self._stages(context)
@@ -141,10 +173,7 @@ class Proposer:
     def _stage(self, context, active, cache, anchors, seed, pseudo, offset) -> "_Block":
         """One block for rows `active`; `offset` drafts lie before it."""
         room = [context.room[r] - offset for r in active]
-        steps = min(self.block, max(room, default=0))
-        if steps <= 0:
-            empty = anchors.new_zeros(len(active), 0)
-            return _Block(empty, [0] * len(active), None, empty.float(), None, [False] * len(active), None)
+        steps = min(self.block, max(room))
         state, prev = self.drafter.start(cache, anchors, seed, pseudo, steps), anchors
         tokens, qs, log_qs, confidences = [], [], [], []
         for k in range(steps):
@@ -265,3 +294,4 @@ class _Block:
     confidence: torch.Tensor | None
     whole: list[bool]
     state: object
+

@@ -45,10 +45,10 @@ class _Bench:
         scorer = Scorer(LogitsProcessorList(), [0] * self.rows, list(self.ids))
         lengths = [self.context + 1] * self.rows
         self.proposer.propose(Context(list(range(self.rows)), self.ids, lengths, room, frozenset(), scorer, None))
-        seed, mark, n = self.proposer.seed, self.proposer.cache.mark(), min(self.block + 1, self.context)
-        self.proposer.observe(self.features[:, :n], self.ids[:, 1 : n + 1], torch.ones(self.rows, n, dtype=torch.bool))
-        self.proposer.cache.rollback(mark)
-        self.proposer.seed = seed
+        cache, n = self.proposer.cache, min(self.block + 1, self.context)
+        mark, every = cache.mark(), torch.ones(self.rows, n, dtype=torch.bool)
+        self.proposer.drafter.extend(cache, self.features[:, :n], self.ids[:, 1 : n + 1], every)
+        cache.rollback(mark)
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ from tiny import generated
 
 from hf_dspark import SpeculationConfig
 from hf_dspark.decoding.loop import DecodeLoop
+from hf_dspark.decoding.policy import Policy
 from hf_dspark.drafting.proposer import Proposer
 
 ACCEPT = [0, 3, 7, 1]
@@ -150,3 +151,32 @@ def test_an_oracle_wins_every_round_of_a_long_text(llama):
     drafter = tiny.oracle([text], block=5)
     llama.target.generate(llama.prompts[0][None], assistant_model=drafter, max_new_tokens=121, do_sample=False)
     assert drafter.last_speculation.acceptance_lengths == [[6] * 20]
+
+
+class Scripted(Policy):
+    """Plain steps and drafts in a set order; every draft is verified."""
+
+    def __init__(self, script):
+        super().__init__(5, 1)
+        self.script = iter(script)
+
+    def plan(self):
+        return next(self.script)
+
+    def prune(self, draft):
+        return draft.lengths
+
+
+@pytest.mark.parametrize("patience, widths", [(64, [9, 5, 6, 2, 6]), (3, [9, 3, 2, 6, 2, 6])])
+@pytest.mark.parametrize("drafter", ["block", "chain"])
+def test_a_drafter_reads_plain_steps_together_before_it_drafts(drafter, patience, widths, texts, monkeypatch):
+    case, known = case_of("llama", texts)
+    drafter, read = DRAFTERS[drafter](case.target), []
+    extend = type(drafter).extend
+    monkeypatch.setattr(type(drafter), "extend", lambda self, *a: read.append(a[1].shape[1]) or extend(self, *a))
+    monkeypatch.setattr(Proposer, "PATIENCE", patience)
+    drafter.policy = Scripted([0, 0, 0, 0, 5, 0, 0, 5, *[0] * 20])
+    call = dict(**case.padded(), assistant_model=drafter, do_sample=False, speculation=SpeculationConfig(scheduler="auto"))
+    out = case.target.generate(**call, max_new_tokens=NEW)
+    assert generated(out, 9, [NEW] * 4) == [text[-NEW:] for text in known]
+    assert read[: len(widths)] == widths
