@@ -44,7 +44,7 @@ def main(target_name, drafter_name, *files):
                 knobs = METHODS[name]
                 extra = {} if knobs is None else {"assistant_model": drafter, "speculation": SpeculationConfig(**knobs)}
                 began = time.perf_counter()
-                out = target.generate(**inputs, do_sample=False, min_new_tokens=TOKENS, max_new_tokens=TOKENS, **extra)
+                out = target.generate(**inputs, do_sample=False, eos_token_id=None, max_new_tokens=TOKENS, **extra)
                 assert out.shape[1] == inputs["input_ids"].shape[1] + TOKENS
                 speeds[name].append(rows * TOKENS / (time.perf_counter() - began))
         print(f"{rows:5} | " + " | ".join(f"{median(s[1:]):.1f}" for s in speeds.values()), flush=True)  # the first warms up

@@ -60,7 +60,8 @@ class Policy:
     """
 
     PLAIN_STEPS = 3  # at every new batch size, since what drafting is compared with grows with it
-    FADE = 0.98  # of stages' acceptance and of the time per token, per round
+    FADE = 0.98  # of the first stage's acceptance and of the time per token, per round
+    FADE_LATER = 0.995  # of later stages' acceptance: they are seen rarely, and what the stage before suggests must wear off
     WEIGHT = 1.5  # observations that the stage before counts for
     PROBING, PROBED = 0.01, 0.5  # share of the time spent on stages that seem not to pay, at what chance
 
@@ -197,8 +198,8 @@ class Policy:
         K = self.block
         for s in range(len(self._reached)):
             mine = [min(a - s * K, K) for a, n in zip(accepted, verified) if n >= (s + 1) * K and a >= s * K]
-            self._reached[s] = self.FADE * self._reached[s] + len(mine)
-            self._accepted[s] = self.FADE * self._accepted[s] + sum(mine)
+            fade = self.FADE_LATER if s else self.FADE
+            self._reached[s], self._accepted[s] = fade * self._reached[s] + len(mine), fade * self._accepted[s] + sum(mine)
         scores = stage_scores(draft, K)
         if scores is not None:
             self.gate.observe(scores, torch.tensor(accepted), torch.tensor(verified), K)

@@ -68,5 +68,6 @@ def plot_history(history: list[dict], path: str | Path) -> None:
             points = [(entry["step"], entry[key]) for entry in history if key in entry]
             axes.plot(*zip(*points, strict=True), label=key, marker="o" if key.startswith("eval") else None)
         axes.set(xlabel="step", ylabel=label)
-        axes.legend(fontsize="small")
+        if axes.lines:
+            axes.legend(fontsize="small")
     figure.savefig(path)

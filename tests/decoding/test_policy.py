@@ -106,7 +106,7 @@ TEXTS = {
 NEVER = StaticGate(math.inf)
 
 
-@pytest.mark.parametrize("knobs", [{}, {"honest": False}, {"decay": 0.9}, {"draft": 15.0}], ids=str)
+@pytest.mark.parametrize("knobs", [{}, {"honest": False}, {"decay": 0.9}, {"decay": 0.3}, {"draft": 15.0}], ids=str)
 @pytest.mark.parametrize("ease", TEXTS)
 def test_the_automatic_gate_matches_the_best_fixed_one_and_never_loses_to_one_stage(ease, knobs):
     text = Text(TEXTS[ease], **knobs)
