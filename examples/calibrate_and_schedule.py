@@ -8,6 +8,7 @@ logged rounds, in measured median costs, so that no method profits from a quiet 
 """
 
 import argparse
+from functools import partial
 
 import torch
 from dloop import tiny_models
@@ -35,6 +36,16 @@ def real_models(args):
     return target.eval(), drafter.eval(), [render(tokenizer, p.turns[0]) for p in prompts]
 
 
+def replayed(logs, scheduler, costs, rows, temperatures):
+    """Tokens per second, and drafts verified per row and round, over four beginnings among the logged answers."""
+    begins = range(0, len(logs), max(1, len(logs) // 4))
+    runs = [replay_scheduler(logs[i:] + logs[:i], costs, scheduler(), rows, temperatures=temperatures) for i in begins]
+    tokens, seconds, verified, rounds = (
+        sum(getattr(r, name) for r in runs) for name in ("tokens", "seconds", "verified", "rounds")
+    )
+    return tokens / seconds, verified / rounds
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("target", nargs="?")
@@ -57,14 +68,14 @@ def main():
     table = []
     print("batch | plain | best fixed length | auto | budget | bad drafter, auto / plain   (tokens per second)")
     for n in rows:
-        speed = lambda s, logs=logs, n=n: replay_scheduler(logs, costs, s, n, temperatures=found.temperatures)  # noqa: E731
-        fixed = [1 / speed(FixedLength(k)).seconds_per_token for k in range(block + 1)]
-        auto, lost = speed(Policy(block, 1, costs)), speed(Policy(block, 1, costs), bad)  # costs: as after `profile`
-        best, fast = max(range(block + 1), key=fixed.__getitem__), 1 / auto.seconds_per_token
-        budget = auto.verified / auto.rounds
-        row = f"{n:5} | {fixed[0]:5.1f} | {fixed[best]:5.1f} ({best} drafts) | {fast:5.1f} | {budget:.2f} |"
-        print(f"{row} {1 / lost.seconds_per_token / fixed[0]:.3f}", flush=True)
-        table.append({"rows": n, "budget": budget, "speeds": {"plain": fixed[0], "best fixed": fixed[best], "auto": fast}})
+        speed = partial(replayed, costs=costs, rows=n, temperatures=found.temperatures)
+        fixed = [speed(logs, lambda k=k: FixedLength(k))[0] for k in range(block + 1)]
+        auto, budget = speed(logs, lambda: Policy(block, 1, costs))  # costs: as after `profile`
+        lost, _ = speed(bad, lambda: Policy(block, 1, costs))
+        best = max(range(block + 1), key=fixed.__getitem__)
+        row = f"{n:5} | {fixed[0]:5.1f} | {fixed[best]:5.1f} ({best} drafts) | {auto:5.1f} | {budget:.2f} |"
+        print(f"{row} {lost / fixed[0]:.3f}", flush=True)
+        table.append({"rows": n, "budget": budget, "speeds": {"plain": fixed[0], "best fixed": fixed[best], "auto": auto}})
     if args.plot:
         from hf_dspark.evaluation.plots import batch_sizes
 
