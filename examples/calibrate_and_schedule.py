@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_dspark import AutoDrafter
 from hf_dspark.decoding.policy import Policy
 from hf_dspark.embedded import load_smollm2
-from hf_dspark.evaluation import calibration
+from hf_dspark.evaluation import calibration, plots
 from hf_dspark.evaluation.profiling import profile_pair
 from hf_dspark.evaluation.prompts import read_prompts, render
 from hf_dspark.evaluation.replay import FixedLength, replay_scheduler
@@ -27,10 +27,7 @@ def real_models(args):
     if args.target == "smollm2":
         target, tokenizer = load_smollm2(torch.bfloat16)
     else:
-        target, tokenizer = (
-            AutoModelForCausalLM.from_pretrained(args.target, dtype="auto"),
-            AutoTokenizer.from_pretrained(args.target),
-        )
+        target, tokenizer = AutoModelForCausalLM.from_pretrained(args.target), AutoTokenizer.from_pretrained(args.target)
     prompts = [p for file in args.prompts for p in read_prompts(file, args.limit)]
     drafter = AutoDrafter.from_pretrained(args.drafter, target=target, dtype=target.dtype)
     return target.eval(), drafter.eval(), [render(tokenizer, p.turns[0]) for p in prompts]
@@ -40,10 +37,8 @@ def replayed(logs, scheduler, costs, rows, temperatures):
     """Tokens per second, and drafts verified per row and round, over four beginnings among the logged answers."""
     begins = range(0, len(logs), max(1, len(logs) // 4))
     runs = [replay_scheduler(logs[i:] + logs[:i], costs, scheduler(), rows, temperatures=temperatures) for i in begins]
-    tokens, seconds, verified, rounds = (
-        sum(getattr(r, name) for r in runs) for name in ("tokens", "seconds", "verified", "rounds")
-    )
-    return tokens / seconds, verified / rounds
+    total = {name: sum(getattr(r, name) for r in runs) for name in ("tokens", "seconds", "verified", "rounds")}
+    return total["tokens"] / total["seconds"], total["verified"] / total["rounds"]
 
 
 def main():
@@ -58,13 +53,13 @@ def main():
     args = parser.parse_args()
     target, drafter, prompts = tiny_models() if args.tiny else real_models(args)
     prompts = prompts.repeat(8, 1).tolist() if args.tiny else prompts
-    rows, block = ((1, 2) if args.tiny else (1, 2, 4, 8, 16)), drafter.config.max_block
-    logs = calibration.collect(target, drafter, prompts, 16 if args.tiny else args.tokens)
+    rows, block, tokens = (1, 2) if args.tiny else (1, 2, 4, 8, 16), drafter.config.max_block, 16 if args.tiny else args.tokens
+    logs = calibration.collect(target, drafter, prompts, tokens)
     found = calibration.fit(drafter, logs)
     print(f"tau {found.tau:.2f} with everything verified; temperatures {found.temperatures}")
     costs = profile_pair(target, drafter, rows=rows, widths=tuple(range(1, block + 2)), repeats=3 if args.tiny else 9)
     drafter.norm.weight.data.neg_()  # drafts are worthless from here on
-    bad = calibration.collect(target, drafter, prompts[:8], 16 if args.tiny else args.tokens)
+    bad = calibration.collect(target, drafter, prompts[:8], tokens)
     table = []
     print("batch | plain | best fixed length | auto | budget | bad drafter, auto / plain   (tokens per second)")
     for n in rows:
@@ -72,14 +67,12 @@ def main():
         fixed = [speed(logs, lambda k=k: FixedLength(k))[0] for k in range(block + 1)]
         auto, budget = speed(logs, lambda: Policy(block, 1, costs))  # costs: as after `profile`
         lost, _ = speed(bad, lambda: Policy(block, 1, costs))
-        best = max(range(block + 1), key=fixed.__getitem__)
-        row = f"{n:5} | {fixed[0]:5.1f} | {fixed[best]:5.1f} ({best} drafts) | {auto:5.1f} | {budget:.2f} |"
-        print(f"{row} {lost / fixed[0]:.3f}", flush=True)
-        table.append({"rows": n, "budget": budget, "speeds": {"plain": fixed[0], "best fixed": fixed[best], "auto": auto}})
+        plain, best, drafts = fixed[0], max(fixed), fixed.index(max(fixed))
+        row = f"{n:5} | {plain:5.1f} | {best:5.1f} ({drafts} drafts) | {auto:5.1f} | {budget:.2f}"
+        print(f"{row} | {lost / plain:.3f}", flush=True)
+        table.append({"rows": n, "budget": budget, "speeds": {"plain": plain, "best fixed": best, "auto": auto}})
     if args.plot:
-        from hf_dspark.evaluation.plots import batch_sizes
-
-        batch_sizes(table).savefig(args.plot, dpi=150)
+        plots.batch_sizes(table).savefig(args.plot, dpi=150)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """What looped drafting gives where drafts are good, part by part: the loop, the training for it, both, the automatic gate, the
 best that any gate could do.
 
-    python examples/ablation_dloop.py --tiny              seconds, too short to learn anything
-    python examples/ablation_dloop.py --output runs       about 15 minutes on one core
-    python examples/ablation_dloop.py --target smollm2 --base D1 --looped D2 --texts prompts.jsonl --blocks 2 3 --output runs
+    python tests/experiments/ablation_dloop.py --tiny              seconds, too short to learn anything
+    python tests/experiments/ablation_dloop.py --output runs       about 15 minutes on one core
+    python tests/experiments/ablation_dloop.py --target smollm2 --base D1 --looped D2 --texts prompts.jsonl --blocks 2 3 4 6
 
 A small target learns a language of stock phrases whose order is almost fixed in some documents and free in others; two drafters
 learn to draft for it, one with loop exposure. Texts come from the real decode loop. Time is a model's, not this machine's: a

@@ -1,8 +1,8 @@
 """The four families on one target, trained for the same processor time: what they accept, what drafting costs, what it gains.
 
-    python examples/families.py --tiny           seconds, on random models
-    python examples/families.py --minutes 20 --data train.jsonl --held-out heldout.jsonl --feature-cache features --output runs
-    python examples/families.py --family dspark-3 dspark-7 dspark-5x2 ... --loop-exposure 0     other block lengths, two layers
+    python tests/experiments/families.py --tiny           seconds, on random models
+    python tests/experiments/families.py --data train.jsonl --held-out heldout.jsonl --feature-cache F --output runs
+    python tests/experiments/families.py --family dspark-3 dspark-7 dspark-5x2 ... --loop-exposure 0     lengths, two layers
 
 Data come from `hf-dspark data generate`; the target is SmolLM2-135M-Instruct from the demo extra. With a second run, families
 found in the output folder aren't trained again, and finished answers are kept.
