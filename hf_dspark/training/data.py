@@ -143,7 +143,8 @@ class BlockCollator:
     `length` tokens, first fit; documents never see each other, as position ids restart with each.
 
     Returns:
-        `dict`: "input_ids", "labels", "position_ids" [B, T]; "anchors" [B, N], -1 where there is none; "example_ids", a list.
+        `dict`: "input_ids", "labels", "position_ids" [B, T]; "anchors" [B, N], -1 where there is none; "documents", a list of
+            (example id, row, first column, columns).
     """
 
     def __init__(self, num_anchors: int, seed: int = 0, pack: bool = False, length: int = 4096):
@@ -158,6 +159,7 @@ class BlockCollator:
             "labels": torch.full((len(rows), width), -100),
             "position_ids": torch.zeros(len(rows), width, dtype=torch.long),
             "anchors": torch.full((len(rows), max(1, max(map(len, anchors)))), -1),
+            "documents": [],
         }
         for r, row in enumerate(rows):
             at = 0
@@ -166,9 +168,9 @@ class BlockCollator:
                 batch["input_ids"][r, at : at + n] = torch.tensor(example["input_ids"])
                 batch["labels"][r, at : at + n] = torch.tensor(example["labels"])
                 batch["position_ids"][r, at : at + n] = torch.arange(n)
+                batch["documents"].append((example.get("example_id", 0), r, at, n))
                 at += n
             batch["anchors"][r, : len(anchors[r])] = anchors[r]
-        batch["example_ids"] = [example.get("example_id", 0) for example in examples]
         return batch
 
     def _packed(self, examples):

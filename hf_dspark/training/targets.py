@@ -129,25 +129,25 @@ class FeatureCache:
     def _path(self, example_id: int) -> Path:
         return self.folder / f"{example_id:07d}.safetensors"
 
-    def load(self, example_ids: list[int], device, length: int) -> TargetOutputs | None:
-        """Outputs of rows that hold one example each, zero-padded to `length`; None unless all of them are here."""
-        paths = [self._path(i) for i in example_ids]
+    def load(self, documents: list[tuple], shape, device) -> TargetOutputs | None:
+        """Outputs [B, T, ...] of a batch of `shape` [B, T], zero between its documents (example id, row, first column,
+        columns); None unless all of them are here."""
+        paths = [self._path(example_id) for example_id, *_ in documents]
         if not all(p.exists() for p in paths):
             return None
-        rows = [load_file(p) for p in paths]
+        found = [load_file(p) for p in paths]
         parts = []
         for name in self.NAMES:
-            like = rows[0][name]
-            out = like.new_zeros(len(rows), length, *like.shape[1:])
-            for i, row in enumerate(rows):
-                out[i, : len(row[name])] = row[name]
+            out = found[0][name].new_zeros(*shape, *found[0][name].shape[1:])
+            for stored, (_, row, at, n) in zip(found, documents, strict=True):
+                out[row, at : at + n] = stored[name]
             parts.append(out.to(device))
         return TargetOutputs(*parts)
 
-    def save(self, example_ids: list[int], lengths: list[int], outputs: TargetOutputs) -> None:
-        for i, (example_id, length) in enumerate(zip(example_ids, lengths, strict=True)):
+    def save(self, documents: list[tuple], outputs: TargetOutputs) -> None:
+        for example_id, row, at, n in documents:
             path = self._path(example_id)
-            tensors = {n: getattr(outputs, n)[i, :length].contiguous().cpu() for n in self.NAMES}
+            tensors = {name: getattr(outputs, name)[row, at : at + n].contiguous().cpu() for name in self.NAMES}
             size = sum(t.nbytes for t in tensors.values())
             if path.exists() or self.used + size > self.limit:
                 continue

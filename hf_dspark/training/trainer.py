@@ -233,13 +233,12 @@ class DrafterTrainer(Trainer):
 
     def _target_outputs(self, inputs):
         ids, labels = inputs["input_ids"], inputs["labels"]
-        cached = self.cache is not None and self.model.training and not self.args.pack
-        if cached and (found := self.cache.load(inputs["example_ids"], ids.device, ids.shape[1])) is not None:
+        cached = self.cache is not None and self.model.training
+        if cached and (found := self.cache.load(inputs["documents"], ids.shape, ids.device)) is not None:
             return found
         outputs = self._target(ids, labels, inputs["position_ids"], self.args.pack)
         if cached:
-            lengths = (inputs["position_ids"].argmax(1) + 1).tolist()
-            self.cache.save(inputs["example_ids"], lengths, outputs)
+            self.cache.save(inputs["documents"], outputs)
         return outputs
 
     def _blocks(self, drafter, inputs, outputs, states, which, stage) -> Blocks:

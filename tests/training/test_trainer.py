@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tiny import make_drafter, make_target
 from transformers import Trainer, TrainingArguments
 
@@ -159,6 +160,16 @@ def test_a_feature_cache_changes_nothing_and_keeps_to_its_cap(tmp_path, straight
     again._target = NoForward(again._target)
     again.train()
     torch.testing.assert_close(weights(again), straight[0], rtol=0, atol=1e-6)
+    packed = make_trainer(tmp_path / "packed", feature_cache=str(tmp_path / "cache"), pack=True, max_length=30)
+    packed._target = NoForward(packed._target)
+    packed.train()
+    torch.testing.assert_close(weights(packed), straight[0], rtol=0, atol=1e-6)
+    packing = make_trainer(tmp_path / "packing", feature_cache=str(tmp_path / "other"), pack=True, max_length=30)
+    packing.train()
+    torch.testing.assert_close(weights(packing), straight[0], rtol=0, atol=1e-6)
+    for file in (tmp_path / "cache").glob("*.safetensors"):
+        alone, beside = load_file(file), load_file(tmp_path / "other" / file.name)
+        assert all(torch.allclose(alone[name].double(), beside[name].double(), atol=1e-6) for name in alone)
 
     capped = make_trainer(tmp_path / "capped", feature_cache=str(tmp_path / "small"), feature_cache_gb=2e-5)
     capped.train()
