@@ -125,6 +125,8 @@ def train(
             folder = output / "final" / (name if len(drafters) > 1 else "")
             (folder / "run.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         say(f"Trained: {output / 'final'}")
+    trainer.accelerator.wait_for_everyone()  # or processes that are done would end those that still write
+    trainer.accelerator.end_training()
 
 
 def run_record(target, dataset, data: Path, steps: int, hours: float) -> dict:

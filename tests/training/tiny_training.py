@@ -46,3 +46,5 @@ if __name__ == "__main__":  # one of several processes: train, and let the first
     trainer.train()
     if trainer.args.process_index == 0:
         torch.save((weights(trainer), [e["loss"] for e in trainer.state.log_history if "loss" in e]), sys.argv[2])
+    torch.distributed.barrier()  # whoever leaves first would take the group down under the other
+    torch.distributed.destroy_process_group()
