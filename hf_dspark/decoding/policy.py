@@ -72,6 +72,7 @@ class Policy:
         self.gate = OnlineGate(max_stages)
         self.correction = Correction(block * max_stages)
         self.recursive, self.confident = recursive, False
+        self._told: list[list[float]] | None = None  # corrected chances of this round's drafts
         self.rounds = self.plain_rounds = self.looped_rounds = 0
         self.rows, self.context = 1, 0.0
         self._plain: Counter[int] = Counter()  # plain steps by number of rows
@@ -103,9 +104,11 @@ class Policy:
             return draft.lengths
         self.confident = True
         chances, past = self.correction(draft.confidence), self.throttle.history.conditional()
-        past += past[-1:] * (chances.shape[1] - len(past))
+        past = (past + past[-1:] * draft.tokens.shape[1])[: -(-draft.tokens.shape[1] // self.block) * self.block]
+        self._told = [row[:n] or [0.0] for row, n in zip(chances.tolist(), draft.lengths)]  # nothing offered gains nothing
         curve = self.cost.curve(self.rows, self.context, stages=0).isotonic()
-        length = lookahead(chances, past, curve, self.throttle.rate(self.rows, self.context), torch.tensor(draft.lengths))
+        rate, offered = self.throttle.rate(self.rows, self.context), torch.tensor(draft.lengths)
+        length = lookahead(chances, past, curve, rate, offered, draft.room, self.block)
         return [min(n, length) for n in draft.lengths]
 
     def another_stage(self, scores: list[list[float]]) -> bool:
@@ -172,12 +175,12 @@ class Policy:
         else:
             self._observe_draft_time(draft_seconds, stages, min(drafted, self.block))
             self.looped_rounds += stages > 1
-            if self.confident and draft.confidence is not None:
+            if self._told is not None:
                 self.correction.observe(draft.confidence, verified, accepted)
-                chances = self.correction(draft.confidence).tolist()
-                self.throttle.history.expect([row[:n] for row, n in zip(chances, draft.lengths)])
+                self.throttle.history.expect(self._told)
             else:
                 self.throttle.observe(accepted, verified)
+        self._told = None
         if self.loops:
             self._observe_stages(draft, verified, accepted, stages, fed)
 

@@ -1,7 +1,7 @@
 """Drafter + cache + knobs + noise -> drafts. The decode loop and the stock engine drive the same proposer."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,7 +16,8 @@ class Draft:
 
     `tokens` [A, L] target ids; `lengths` [A] drafts to verify; `q` [A, L, V] the distributions they were drawn from, or None
     for deterministic drafts; `log_q` [A, L] log-probabilities of the tokens at temperature 1, unwarped; `confidence` [A, L]
-    or None; `stages` [A] drafting stages; `stage_length` drafts of a whole stage.
+    or None; `stages` [A] drafting stages; `stage_length` drafts of a whole stage; `room` [A] most drafts that could have been,
+    settled before the first of them (None: no limit).
     """
 
     tokens: torch.Tensor
@@ -26,6 +27,7 @@ class Draft:
     confidence: torch.Tensor | None
     stages: list[int]
     stage_length: int
+    room: list[int] | None = None
 
 
 @dataclass
@@ -135,7 +137,7 @@ class Proposer:
             return Draft(empty, [0] * rows, None, empty.float(), None, [1] * rows, self.block)
         mark = self.cache.mark()
         try:
-            return self._stages(context)
+            return replace(self._stages(context), room=context.room)
         finally:
             self.cache.rollback(mark)
 
@@ -294,4 +296,3 @@ class _Block:
     confidence: torch.Tensor | None
     whole: list[bool]
     state: object
-

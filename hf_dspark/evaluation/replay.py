@@ -108,7 +108,7 @@ def replay_scheduler(
         scheduler.begin(rows, context)
         planned = min(scheduler.plan(), batch[0].block)
         draft = _draft(batch, planned, temperatures)
-        lengths = scheduler.prune(draft)
+        lengths = draft.lengths = scheduler.prune(draft)
         accepted = [min(r.accepted, n) for r, n in zip(batch, lengths)]
         fed = 1 + max(lengths)
         spent = costs.draft_seconds(rows, context) if planned else 0.0, costs.verify_seconds(rows * fed, rows, context)

@@ -40,8 +40,8 @@ class LatencyCurve:
         return _interpolate(self.tokens, self.seconds, tokens)
 
     def isotonic(self) -> "LatencyCurve":
-        """The closest non-decreasing curve in weighted least squares (pool adjacent violators): Algorithm 1 stops at the
-        first step that does not pay, so a dent from noise would stop it early."""
+        """The closest non-decreasing curve in weighted least squares (pool adjacent violators): a longer step is
+        never really cheaper, and a dent from noise would mislead whoever looks for the length that pays."""
         pools: list[tuple[float, float, int]] = []  # mean, weight, knots
         for seconds, weight in zip(self.seconds, self.weights or [1.0] * len(self.seconds), strict=True):
             pools.append((seconds, weight, 1))

@@ -94,32 +94,36 @@ def lookahead(
     latency: Callable[[float], float],
     rate: float,
     lengths: Tensor | None = None,
+    room: Sequence[int] | None = None,
+    stage: int | None = None,
 ) -> int:
     """Drafts per row worth verifying where the forward is padded to the longest row: one more position while some length
     from there on is expected to gain more tokens than its time is worth (ours; [`algorithm1`] looks one position ahead, and
     so stops at a dear first draft although three together would pay).
 
-    What lies ahead is foreseen from earlier rounds, never from this round's later confidences, so the rule is exact on any
-    latency.
+    What lies ahead is foreseen from earlier rounds and from what was settled before drafting: later confidences, stop tokens,
+    cuts and further stages all depend on the draft that is judged. So the rule is exact on any latency.
 
     Args:
         confidence: `[B, K]` in [0, 1].
-        expected: K chances that draft k is accepted if the drafts before it are, from earlier rounds.
+        expected: chances that draft k is accepted if the drafts before it are, from earlier rounds; of whole stages.
         latency: tokens in the step -> seconds.
         rate: tokens that a second is worth, over all rows.
         lengths: `[B]` candidates per row, default K.
+        room: `[B]` most drafts of each row, settled before drafting; default no limit.
+        stage: drafts of a stage, beyond whose end nothing is foreseen; default all that are `expected`.
     """
     a = survival(confidence, lengths)
     rows, drafts = a.shape
-    offered = torch.full((rows,), drafts) if lengths is None else lengths.cpu()
-    seconds = [latency(rows * (1 + k)) for k in range(drafts + 1)]
+    stage = stage or len(expected)
+    limit = torch.full((rows,), len(expected)) if room is None else torch.tensor(room)
     for k in range(drafts):
         alive, gain, best = a[:, k], 0.0, -math.inf
-        for last in range(k, drafts):
+        for last in range(k, (k // stage + 1) * stage):
             if last > k:
-                alive = torch.where(offered > last, alive * expected[last], 0.0)
+                alive = torch.where(limit > last, alive * expected[last], 0.0)
             gain += alive.sum().item()
-            best = max(best, gain - rate * (seconds[last + 1] - seconds[k]))
+            best = max(best, gain - rate * (latency(rows * (last + 2)) - latency(rows * (k + 1))))
         if not best > 0:
             return k
     return drafts

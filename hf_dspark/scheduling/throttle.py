@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .cost import OnlineCost
 
-FIRST_GAP = 16  # plain rounds before the first probe
+FIRST_GAP = 16  # plain rounds before the first probe, half of it while there is hope
 PROBE_ROUNDS = 4
 BUDGET = 0.03  # share of the time that probing may cost
 
@@ -61,7 +61,7 @@ def next_state(state: DraftState, best: int, probe_length: int, loss: float, hop
         probe_length: drafts to try while probing.
         loss: what a probing round costs more than the plain steps it replaces, in plain steps. The first wait is long
             enough for probing to stay within `BUDGET`, whatever the drafter costs.
-        hopeful: the estimates are uncertain enough for drafting to pay after all: the next wait is no longer than the last.
+        hopeful: the estimates are uncertain enough for drafting to pay after all: the wait isn't doubled.
     """
     if best > 0:
         return DraftState(best, gap=max(FIRST_GAP // 2, state.gap // 2))
@@ -134,8 +134,8 @@ class AcceptanceHistory:
 
 
 class DraftThrottle:
-    """Chooses the number of drafts round by round. Its owner feeds `cost` with timings and calls `observe` after every
-    drafted round.
+    """Chooses the number of drafts round by round. Its owner feeds `cost` with timings, and after every drafted round
+    `observe`s it or lets `history` expect it.
 
     What drafting is compared with is measured too: a few plain steps at the start, then one in `PLAIN_EVERY` rounds, or as
     rarely as it takes to lose no more than `PLAIN_SHARE` of the time by it.

@@ -180,3 +180,24 @@ def test_a_drafter_reads_plain_steps_together_before_it_drafts(drafter, patience
     out = case.target.generate(**call, max_new_tokens=NEW)
     assert generated(out, 9, [NEW] * 4) == [text[-NEW:] for text in known]
     assert read[: len(widths)] == widths
+
+
+@pytest.mark.parametrize("drafter", ["block", "chain"])
+def test_rows_that_end_within_plain_steps_leave_what_waits_to_the_others(drafter, texts, monkeypatch):
+    case, known = case_of("llama", texts)
+    drafter, seen = DRAFTERS[drafter](case.target), {}
+    new = [text[-NEW:] for text in known]
+    end = new[0][6]  # the first row ends there at the latest, others elsewhere or not at all
+    for patience in (1, 64):
+        monkeypatch.setattr(Proposer, "PATIENCE", patience)
+        drafter.policy, drafts = Scripted([0, 5, *[0] * 9, 5, 5, *[0] * 30]), []
+        drafter.observer = lambda event, drafts=drafts: drafts.append((len(event.commits), event.draft.log_q, event.draft.tokens))
+        call = dict(**case.padded(), assistant_model=drafter, do_sample=False, eos_token_id=end, pad_token_id=0)
+        case.target.generate(**call, max_new_tokens=NEW, speculation=SpeculationConfig(scheduler="auto"))
+        seen[patience] = drafts
+    del drafter.observer
+    counts = [count for count, *_ in seen[1]]
+    assert counts == [count for count, *_ in seen[64]] and counts[1] > counts[11] > 0
+    for (_, log_q, tokens), (_, others, same) in zip(seen[1], seen[64], strict=True):
+        assert torch.equal(tokens, same)
+        torch.testing.assert_close(log_q, others, atol=1e-10, rtol=1e-10)

@@ -165,17 +165,24 @@ class Withdrawing(Policy):
 
 
 def policy_of(rows, block, kind, stage_seconds, token_seconds):
-    """It has seen nine drafts in ten accepted; a step of one token takes 1 s, each further one `token_seconds`."""
+    """It has seen nine drafts in ten accepted; a step of one token takes 1 s, each further one `token_seconds`, or the first
+    much and all further ones little."""
     stages, widths = rows[0].drafts // block, range(1, 2 + rows[0].drafts)
-    verify = tuple(1 + token_seconds * (w - 1) for w in widths)
+    first, further = token_seconds if isinstance(token_seconds, tuple) else (token_seconds, token_seconds)
+    verify = tuple(1 + first * (w > 1) + further * max(w - 2, 0) for w in widths)
     table = CostTable((1,), (0,), tuple(widths), ((verify,),), ((stage_seconds,),))
     policy = kind(block, stages, table)
     policy._reached, policy._accepted = [20.0] * stages, [18.0 * block] * stages
+    policy.throttle.history.expect([[0.9] * block] * 20)
     policy.begin(len(rows), 0.0)
     return policy
 
 
-GATES = {"static": ((0.3, 0.08), lambda policy: StaticGate(-0.9 * policy.block)), "auto": ((0.15, 0.06), AutoGate)}
+GATES = {
+    "static": ((0.3, 0.08), lambda policy: StaticGate(-0.9 * policy.block)),
+    "static, first draft dear": ((0.3, (0.6, 0.02)), lambda policy: StaticGate(-0.9 * policy.block)),
+    "auto": ((0.15, 0.06), AutoGate),
+}
 WORLDS = {"2 rows of 2 stages of 2": (2, 2, 2), "1 row of 4 stages of 1": (1, 4, 1), "2 rows of 3 stages of 1": (2, 3, 1)}
 
 

@@ -194,7 +194,7 @@ class Batch:
             policy.begin(self.rows, 100.0)
             planned = policy.plan()
             draft = draft_of([[-0.5] * planned] * self.rows, [c[:planned] for c in confidences], 1, self.block)
-            lengths = policy.prune(draft)
+            lengths = draft.lengths = policy.prune(draft)
             kept = [min(a, n) for a, n in zip(accepted, lengths)]
             spent = (self.draft if planned else 0.01), self.verify(1 + max(lengths))
             policy.observe(draft, lengths, kept, 1 + max(lengths), *map(clock, spent))
@@ -253,6 +253,24 @@ def test_a_dear_first_draft_does_not_hide_that_several_pay():
     assert chosen == [[0, 0], [2, 2], [3, 3]]  # at 0.21 one for 11 ms wouldn't pay, two for 13 do
 
 
+def test_what_a_draft_decides_itself_does_not_decide_whether_it_is_verified():
+    """A stop token ends the offer behind it, a passed gate prolongs it, and neither may be known before the draft is."""
+    rng, verified = random.Random(0), []
+    for case in range(400):
+        policy = Policy(3, 2, KINKED)
+        policy.begin(2, 0.0)
+        for _ in range(20):
+            policy.throttle.history.expect([[rng.random()] * 3] * 2)
+        k, chances = case % 3, [[rng.random() for _ in range(6)] for _ in range(2)]
+        long, short = draft_of([[-0.5] * 6] * 2, chances, 2, 3), draft_of([[-0.5] * 3] * 2, [c[:3] for c in chances], 1, 3)
+        short.lengths = [k + 1, k + 1]
+        long.room = short.room = [rng.randint(k + 1, 6), 6]
+        got = [policy.prune(draft)[1] > k for draft in (long, short)]
+        assert got[0] == got[1]
+        verified.append(got[0])
+    assert 40 < sum(verified) < 360
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_an_unlucky_start_does_not_turn_drafting_off_for_ever(seed):
     """Two rows, and drafts that pay by a tenth: what the first rounds tell of that is little."""
@@ -264,7 +282,7 @@ def test_an_unlucky_start_does_not_turn_drafting_off_for_ever(seed):
         drafted += planned > 0
         confidence = [[1 / (1 + math.exp(0.4 - rng.gauss(0, 0.4)))] * planned for _ in range(2)]
         draft = draft_of([[-0.5] * planned] * 2, confidence, 1, 5)
-        lengths = policy.prune(draft)
+        lengths = draft.lengths = policy.prune(draft)
         lucky = [([rng.random() < c for c in row] + [False]).index(False) * (drafted > 5) for row in confidence]
         accepted, fed = [min(a, n) for a, n in zip(lucky, lengths)], 1 + max(lengths)
         spent = 6.8 if planned else 0.01, KINKED.verify_seconds(2 * fed, 2)
@@ -281,11 +299,31 @@ def test_drafts_that_nobody_verifies_are_not_made_for_ever():
         policy.begin(1, 100.0)
         planned = policy.plan()
         draft = draft_of([[-0.5] * planned], [[0.01] * planned], 1, 5)
-        lengths = policy.prune(draft)
+        lengths = draft.lengths = policy.prune(draft)
         assert lengths == [0]
         policy.observe(draft, lengths, [0], 1, 8.0 if planned else 0.01, 50.0)
         drafted += planned > 0
     assert 0 < drafted < 25
+
+
+class Cheap(Policy):
+    """On a machine where drafts cost next to nothing."""
+
+    def observe(self, draft, verified, accepted, fed, draft_seconds, verify_seconds):
+        super().observe(draft, verified, accepted, fed, 1.0, 10.0 + fed)
+
+
+def test_the_loop_gives_up_a_drafter_none_of_whose_drafts_it_verifies(llama):
+    drafter = tiny.make_drafter(llama.target, block_size=5, confidence_head=True)
+    drafter.policy = Cheap(5, 1)
+    with torch.no_grad():
+        drafter.confidence.bias.fill_(-8.0)
+    batch = dict(input_ids=llama.prompts[0][None], do_sample=False, eos_token_id=None, pad_token_id=0)
+    llama.target.generate(
+        **batch, max_new_tokens=100, assistant_model=drafter, speculation=SpeculationConfig(scheduler="auto")
+    )
+    note = drafter.last_speculation.notes[0]
+    assert sum(map(sum, drafter.last_speculation.draft_lengths)) == 0 and int(note.split(" of ")[0]) > 60
 
 
 def test_plain_steps_are_measured_anew_where_the_batch_has_grown():
