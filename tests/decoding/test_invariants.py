@@ -191,7 +191,7 @@ def test_rows_that_end_within_plain_steps_leave_what_waits_to_the_others(drafter
     for patience in (1, 64):
         monkeypatch.setattr(Proposer, "PATIENCE", patience)
         drafter.policy, drafts = Scripted([0, 5, *[0] * 9, 5, 5, *[0] * 30]), []
-        drafter.observer = lambda event, drafts=drafts: drafts.append((len(event.commits), event.draft.log_q, event.draft.tokens))
+        drafter.observer = lambda e, drafts=drafts: drafts.append((len(e.commits), e.draft.log_q, e.draft.tokens))
         call = dict(**case.padded(), assistant_model=drafter, do_sample=False, eos_token_id=end, pad_token_id=0)
         case.target.generate(**call, max_new_tokens=NEW, speculation=SpeculationConfig(scheduler="auto"))
         seen[patience] = drafts
