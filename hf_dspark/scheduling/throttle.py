@@ -29,7 +29,8 @@ def draft_length(survival: Sequence[float], seconds: Sequence[float], margin: fl
     Args:
         survival: K mean chances that drafts 1..k are all accepted, from past rounds.
         seconds: K + 1 times of a round of 0..K drafts per row, draft and verification.
-        margin: plain decoding must win by this much to be chosen, so that noise does not switch a drafter off.
+        margin: plain decoding must win by this much to be chosen, so that noise does not switch a drafter off; negative:
+            drafts must.
     """
     rates = round_rates(survival, seconds)
     rates[0] /= 1 + margin
@@ -146,6 +147,7 @@ class DraftThrottle:
     """
 
     PLAIN_STEPS, PLAIN_EVERY, PLAIN_SHARE = 4, 64, 0.005
+    FEW_ROWS = 2  # more rows end with one that lags far behind their mean: drafts that only break even lose time there
 
     def __init__(self, max_length: int, cost: OnlineCost):
         self.max_length, self.cost = max_length, cost
@@ -162,8 +164,9 @@ class DraftThrottle:
         rates = round_rates(survival, seconds)
         probe = max(range(1, len(rates)), key=rates.__getitem__, default=0)  # the least bad
         loss = seconds[probe] / seconds[0] - 1 - sum(survival[:probe])
-        hopeful = draft_length(self.history.survival(1.0), seconds) > 0
-        self.state = next_state(self.state, draft_length(survival, seconds), probe, loss, hopeful)
+        margin = BUDGET if rows <= self.FEW_ROWS else -BUDGET
+        hopeful = draft_length(self.history.survival(1.0), seconds, margin) > 0
+        self.state = next_state(self.state, draft_length(survival, seconds, margin), probe, loss, hopeful)
         if waited and not self.state.wait and not self.state.length:
             self.history.fade(0.5)  # so that the probe's few rounds outweigh what is long past
         length = self.state.length

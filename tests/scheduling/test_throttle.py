@@ -241,3 +241,18 @@ def test_lengths_chosen_from_history_are_lossless():
 
     assert law((), ()) == target_law(world, tokens)
     assert len(lengths_seen) > 1
+
+
+def test_drafts_that_break_even_are_made_for_few_rows_only():
+    lengths = {}
+    for rows in (1, 2, 4):
+        cost = OnlineCost()
+        for _ in range(8):
+            cost.record_verify(1.0, rows, rows)
+            cost.record_verify(1.3, 2 * rows, rows)
+            cost.record_draft(0.1, 1, rows)
+        throttle = DraftThrottle(1, cost)
+        for _ in range(200):
+            throttle.history.expect([[0.41]] * rows)  # 1.41 tokens in 1.4 times a plain step
+        lengths[rows] = throttle.next_length(rows)
+    assert lengths == {1: 1, 2: 1, 4: 0}
