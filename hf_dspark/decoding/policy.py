@@ -82,7 +82,7 @@ class Policy:
 
     def begin(self, rows: int, context: float) -> None:
         """A round of `rows` active rows with `context` tokens on average."""
-        self.rows, self.context = rows, context
+        self.rows, self.context, self._told = rows, context, None
         self.rounds += 1
 
     # ------------------------------------------------------------------ decisions
@@ -180,7 +180,6 @@ class Policy:
                 self.throttle.history.expect(self._told)
             else:
                 self.throttle.observe(accepted, verified)
-        self._told = None
         if self.loops:
             self._observe_stages(draft, verified, accepted, stages, fed)
 

@@ -115,15 +115,15 @@ def lookahead(
     """
     a = survival(confidence, lengths)
     rows, drafts = a.shape
-    stage = stage or len(expected)
-    limit = torch.full((rows,), len(expected)) if room is None else torch.tensor(room)
-    for k in range(drafts):
-        alive, gain, best = a[:, k], 0.0, -math.inf
+    stage, limit = stage or len(expected), [len(expected)] * rows if room is None else room
+    seconds = [latency(rows * (1 + k)) for k in range(len(expected) + 1)]
+    for k, alive in enumerate(a.T.tolist()):
+        gain, best = 0.0, -math.inf
         for last in range(k, (k // stage + 1) * stage):
             if last > k:
-                alive = torch.where(limit > last, alive * expected[last], 0.0)
-            gain += alive.sum().item()
-            best = max(best, gain - rate * (latency(rows * (last + 2)) - latency(rows * (k + 1))))
+                alive = [x * expected[last] if most > last else 0.0 for x, most in zip(alive, limit, strict=True)]
+            gain += sum(alive)
+            best = max(best, gain - rate * (seconds[last + 1] - seconds[k]))
         if not best > 0:
             return k
     return drafts
