@@ -112,6 +112,13 @@ class ScriptedCache(DraftCache):
         new.lengths, new.tokens = self.lengths[rows.cpu()], [list(self.tokens[r]) for r in rows.tolist()]
         return new
 
+    def share(self):
+        return self.select(torch.arange(len(self.tokens)))
+
+    def keep(self, order):
+        super().keep(order)
+        self.tokens = [self.tokens[r] for r in order]
+
     def append(self, other):
         super().append(other)
         self.tokens = self.tokens + other.tokens

@@ -23,6 +23,10 @@ class Noise:
     streams: list[int]
     indices: list[int]
 
+    def select(self, rows: list[int]) -> "Noise":
+        """The noise of rows [R] alone."""
+        return Noise(self.seed, [self.streams[r] for r in rows], [self.indices[r] for r in rows])
+
     def _at(self, rows, i, domain) -> dict:
         start = [self.indices[r] for r in rows]
         rounds = None if domain == "target" else start
