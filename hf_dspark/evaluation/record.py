@@ -77,7 +77,7 @@ class Recorder:
                     accepted=accepted[i],
                     emitted=len(commit.tokens),
                     stages=draft.stages[i],
-                    block=draft.stage_length,
+                    block=draft.block,
                     rows=len(event.commits),
                     fed=1 + max(event.verified),
                     log_q=draft.log_q[i, :n].tolist(),
@@ -97,7 +97,7 @@ class Recorder:
         logits = draft.confidence.double()
         if self.temperatures is None:
             return logits
-        place = torch.arange(logits.shape[1]) % max(draft.stage_length, 1)
+        place = torch.arange(logits.shape[1]) % max(draft.block, 1)
         return logits * torch.tensor(self.temperatures)[place.clamp_max(len(self.temperatures) - 1)].to(logits)
 
     def _features(self, draft) -> torch.Tensor:
