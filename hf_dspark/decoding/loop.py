@@ -271,13 +271,13 @@ class DecodeLoop:
 
         noise = self._noise()
         if noise is None or self.speculation.verification == "match":
-            return verify_match(scores_at, draft.tokens, draft.lengths, noise), kept
+            return verify_match(scores_at, draft.tokens, None, draft.lengths, noise), kept
         verify = verify_block if self.speculation.verification == "block" else verify_ratio
         q = None if draft.q is None else draft.q.to(logits.device)
         return verify(scores_at, draft.tokens, q, draft.lengths, noise), kept
 
     def _commit(self, verdict, draft, logits, scores, first=False) -> list[Commit]:
-        accepted, following = verdict.accepted.tolist(), verdict.next_token.tolist()
+        accepted, following = verdict.read()
         drafted, commits = draft.tokens.tolist(), []
         for i, slot in enumerate(self.slots):
             self.ids[i, slot.n + accepted[i]] = following[i]
