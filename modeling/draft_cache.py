@@ -104,8 +104,7 @@ class RaggedBuffer:
 
     def append(self, other: "RaggedBuffer") -> None:
         """Admit another buffer's rows below ours."""
-        if other.keys is None:
-            return
+        assert other.keys is not None or self.keys is None, "rows are admitted after their first tokens"
         if not self.rows:
             self.keys, self.values, self.rows, self.shared = other.keys, other.values, other.rows, other.shared
             return

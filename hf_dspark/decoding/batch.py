@@ -192,12 +192,14 @@ class Batch:
             last = order.pop()
             if i < len(order):
                 order[i] = last
+        self.rows, self._groups = [self.rows[i] for i in order], None
+        if not order:
+            return
         index = torch.tensor(order, dtype=torch.long)
         self.cache.keep(order)
         self.proposer.keep(order)
         on_device = index.to(self.device)
         self.ids, self.anchors = self.ids[on_device], self.anchors[on_device]
-        self.rows, self._groups = [self.rows[i] for i in order], None
 
 
 def _bucket(length: int) -> int:

@@ -3,76 +3,93 @@
 import torch
 
 from hf_dspark.drafting.draft import Draft
-from hf_dspark.verification.chain import Noise, Verdict, verify_block, verify_match, verify_ratio
+from hf_dspark.drafting.proposer import Sampling
+from hf_dspark.verification.chain import Verdict
+from hf_dspark.verification.noise import Noise
+from hf_dspark.verification.table import VERIFIERS
 
-from .batch import Batch, Group
-
-VERIFIERS = {"ratio": verify_ratio, "block": verify_block, "match": verify_match}
+from .batch import Batch
 
 
-def noise_of(batch: Batch, group: Group) -> Noise | None:
-    """Keyed noise of a group's rows in this round; None where they are decoded greedily."""
-    if not group.settings.do_sample:
-        return None
-    rows = [batch.rows[r] for r in group.rows]
-    return Noise(group.settings.seed, [row.request.stream for row in rows], [row.generated for row in rows])
+def sampling_of(batch: Batch) -> list[Sampling]:
+    """How the rows of a batch draw in this round."""
+    out = []
+    for group in batch.groups:
+        rows, settings, noise = [batch.rows[r] for r in group.rows], group.settings, None
+        if settings.do_sample:
+            facts = torch.tensor([[row.request.stream, row.generated] for row in rows]).to(batch.device)
+            noise = Noise(settings.seed, facts[:, 0], facts[:, 1])
+        places = [row.request.place for row in rows]
+        out.append(Sampling(group.rows, places, settings.scorer, noise, settings.stop_ids))
+    return out
 
 
 class PrefixScores:
-    """Processed scores of a group's rows, on demand: the scorer is asked once per row and position, on the true prefix.
+    """Processed scores of rows, on demand: the scorer is asked once per row and position, on the true prefix.
 
     Args:
-        batch, group, draft: of the round. logits: [A, L + 1, V] the target's.
-        kept: per active row, {position: scores [V]} of everything asked for; filled if `keep`.
+        batch, sampling, draft: of the round. logits: [A, L + 1, V] the target's.
+        kept: per active row, {position: scores [V]} of everything asked for.
     """
 
-    def __init__(self, batch: Batch, group: Group, draft: Draft, logits: torch.Tensor, kept: list[dict], keep: bool):
-        self.batch, self.group, self.draft, self.logits = batch, group, draft, logits
-        self.kept, self.keep = kept, keep
-        self.stop_ids = group.settings.stop_ids
-        free = group.settings.scorer.prefix_free
-        self.drafted = None if free or not self.stop_ids else draft.tokens.tolist()
+    def __init__(self, batch: Batch, sampling: Sampling, draft: Draft, logits: torch.Tensor, kept: list[dict]):
+        self.batch, self.sampling, self.draft, self.logits, self.kept = batch, sampling, draft, logits, kept
+        self.drafted = draft.tokens.tolist() if sampling.stop_ids else None
 
     def __call__(self, i: int, rows: list[int]) -> torch.Tensor:
-        """[R, V] at draft position i of the group's rows [R]."""
-        scorer, active = self.group.settings.scorer, [self.group.rows[r] for r in rows]
+        """[R, V] at draft position i of the rows [R] of `sampling`."""
+        sampling, active = self.sampling, [self.sampling.rows[r] for r in rows]
         scores = self.logits[active, i].float()
-        if scorer.prefix_free:
-            scores = scorer.target_scores(None, None, scores)
-        else:
-            # Behind a stop token nothing is decided any more, and processors may not expect to be asked.
-            live = [j for j, r in enumerate(active) if not (i and self.drafted and self.drafted[r][i - 1] in self.stop_ids)]
-            if live:
-                prefixes = [self.batch.prefix(active[j], self.draft.tokens[active[j], :i]) for j in live]
-                places = [self.batch.rows[active[j]].request.place for j in live]
-                scores[live] = scorer.target_scores(places, prefixes, scores[live])
-        if self.keep:
-            for r, s in zip(active, scores):
+        # Behind a stop token nothing is decided any more, and processors may not expect to be asked.
+        live = [j for j, r in enumerate(active) if not self._stopped(r, i)]
+        if live:
+            prefixes = [self.batch.prefix(active[j], self.draft.tokens[active[j], :i]) for j in live]
+            scores[live] = sampling.scorer.target_scores([sampling.places[rows[j]] for j in live], prefixes, scores[live])
+        for r, s in zip(active, scores):
+            if self.batch.rows[r].outputs.wants_scores:
                 self.kept[r][i] = s
         return scores
 
+    def _stopped(self, r: int, i: int) -> bool:
+        return bool(i and self.drafted and self.drafted[r][i - 1] in self.sampling.stop_ids)
 
-def judge(batch: Batch, draft: Draft, lengths: list[int], logits: torch.Tensor, verification: str):
+
+def judge(batch: Batch, sampling: list[Sampling], draft: Draft, lengths: list[int], logits: torch.Tensor, verification: str):
     """Verify the first `lengths` [A] drafts of each row by target logits [A, L + 1, V].
 
     Returns:
-        accepted drafts of each row `list[int]`, the target's token after them `list[int]`, and the processed scores
-        {position: [V]} of each row where the caller wants them.
+        accepted drafts of each row `list[int]`, the target's token after them `list[int]`, the draft tokens `list[list[int]]`,
+        and the processed scores {position: [V]} of each row where the caller wants them.
     """
     count = len(batch.rows)
-    accepted, following, kept = [0] * count, [0] * count, [{} for _ in range(count)]
-    for group in batch.groups:
-        wants = any(batch.rows[r].outputs.wants_scores for r in group.rows)
-        scores = PrefixScores(batch, group, draft, logits, kept, wants)
-        verdict = _verify(group, draft, lengths, scores, noise_of(batch, group), verification)
-        for r, a, t in zip(group.rows, verdict.accepted.tolist(), verdict.next_token.tolist()):
-            accepted[r], following[r] = a, t
-    return accepted, following, kept
+    kept: list[dict] = [{} for _ in range(count)]
+    verdicts = [_verdict(batch, s, draft, lengths, logits, verification, kept) for s in sampling]
+    order = [r for s in sampling for r in s.rows]
+    able = [torch.ones_like(v.accepted, dtype=torch.bool) if v.possible is None else v.possible for v in verdicts]
+    joined = Verdict(
+        torch.cat([v.accepted.to(batch.device) for v in verdicts]),
+        torch.cat([v.next_token.to(batch.device) for v in verdicts]),
+        torch.cat([a.to(batch.device) for a in able]),
+    )
+    accepted, following, drafted = joined.read(draft.tokens if len(sampling) == 1 else draft.tokens[order])
+    place = {r: j for j, r in enumerate(order)}
+    back = [place[r] for r in range(count)]
+    return [accepted[j] for j in back], [following[j] for j in back], [drafted[j] for j in back], kept
 
 
-def _verify(group, draft, lengths, scores, noise, verification) -> Verdict:
-    tokens, mine = draft.tokens[group.rows], [lengths[r] for r in group.rows]
-    if noise is None or verification == "match":
-        return verify_match(scores, tokens, mine, noise)
-    q = None if draft.q is None else draft.q[group.rows].to(scores.logits.device)
-    return VERIFIERS[verification](scores, tokens, q, mine, noise)
+def _verdict(batch, s: Sampling, draft, lengths, logits, verification, kept) -> Verdict:
+    whole, width = len(s.rows) == len(batch.rows), max(lengths) + 1
+    tokens = draft.tokens if whole else draft.tokens[s.rows]
+    q = draft.q if whole or draft.q is None else draft.q[s.rows]
+    mine = [lengths[r] for r in s.rows]
+    verifier = VERIFIERS["match" if s.noise is None else verification]
+    if not s.scorer.prefix_free:
+        scores_at = PrefixScores(batch, s, draft, logits, kept)
+        return verifier.lazy(scores_at, tokens, q, mine, s.noise)
+    scores = logits[:, :width] if whole else logits[s.rows, :width]
+    if not s.scorer.empty:
+        scores = s.scorer.target_scores(None, None, scores.flatten(0, 1)).unflatten(0, scores.shape[:2])
+    for j, r in enumerate(s.rows):
+        if batch.rows[r].outputs.wants_scores:
+            kept[r].update(enumerate(scores[j].float()))
+    return verifier.dense(scores.float(), tokens, q, torch.tensor(mine).to(batch.device), s.noise)

@@ -8,14 +8,14 @@ import torch
 from transformers.utils import logging
 
 from hf_dspark.drafting.draft import Draft
-from hf_dspark.drafting.proposer import Context, Proposer, Sampling
+from hf_dspark.drafting.proposer import Context, Proposer
 from hf_dspark.modeling import SpeculationConfig
 from hf_dspark.scheduling.policy import AutoGate, StaticGate
 from hf_dspark.scheduling.headless import survival_estimate
 
 from .batch import Batch, Commit, Request
 from .cache import TargetCache, drafter_key
-from .judge import judge, noise_of
+from .judge import judge, sampling_of
 from .outputs import Seconds
 from .prefill import Prefill
 from .target import Target
@@ -127,7 +127,7 @@ class DecodeLoop:
             self.coming.pop(0)
             logits, features = prefill.finish()
             draft = Draft.empty(len(batch.rows), batch.device)
-            commits, new = self._commit(batch, draft, draft.lengths, logits)[:2]
+            commits, new = self._commit(batch, sampling_of(batch), draft, draft.lengths, logits)[:2]
             batch.proposer.observe(features, new, torch.ones(len(new), dtype=torch.long))
             self._retire(batch, commits)
             self.batch.admit(batch)
@@ -138,13 +138,14 @@ class DecodeLoop:
 
     def _round(self) -> list[Commit]:
         batch, clock = self.batch, Laps()
-        draft, verified = self._draft(batch)
+        context = self._context(batch)
+        draft, verified = self._draft(batch, context)
         clock.lap()
         width = max(verified) + 1
         fed = torch.cat([batch.anchors[:, None], draft.tokens[:, : width - 1]], 1)
         ends = [n + length for n, length in zip(batch.lengths, verified)]
         out = self.target.forward(fed, batch.cache, ends, **batch.rows[0].outputs.flags)
-        commits, new, accepted = self._commit(batch, draft, verified, out.logits.to(batch.device), clock)
+        commits, new, accepted = self._commit(batch, context.sampling, draft, verified, out.logits.to(batch.device), clock)
         batch.rows[0].outputs.add_states(out, len(commits[0].tokens), int(batch.cache.lengths[0]))
         clock.lap()
         counts = torch.tensor([len(c.tokens) for c in commits])
@@ -161,9 +162,8 @@ class DecodeLoop:
             self.observer(Round(draft=draft, verified=verified, accepted=accepted, commits=commits, seconds=seconds))
         return commits
 
-    def _draft(self, batch: Batch) -> tuple[Draft, list[int]]:
+    def _draft(self, batch: Batch, context: Context) -> tuple[Draft, list[int]]:
         """What the round proposes, and how much of it is verified."""
-        context = self._context(batch)
         if self.policy is not None:
             self.policy.begin(len(batch.rows), sum(context.lengths) / len(batch.rows))
         scheduled = self.speculation.scheduler is not None
@@ -175,21 +175,18 @@ class DecodeLoop:
         return draft, self.policy.prune(draft) if scheduled else draft.lengths
 
     def _context(self, batch: Batch) -> Context:
-        sampling = []
-        for group in batch.groups:
-            places = [batch.rows[r].request.place for r in group.rows]
-            settings = group.settings
-            sampling.append(Sampling(group.rows, places, settings.scorer, noise_of(batch, group), settings.stop_ids))
         room = [min(row.left - 1, self.target.room(row.n)) for row in batch.rows]
         keys = [row.request.key for row in batch.rows]
-        return Context(keys, batch.anchors, batch.ids, batch.lengths, room, sampling)
+        return Context(keys, batch.anchors, batch.ids, batch.lengths, room, sampling_of(batch))
 
-    def _commit(self, batch: Batch, draft: Draft, verified: list[int], logits: torch.Tensor, clock=None):
+    def _commit(self, batch: Batch, sampling, draft: Draft, verified: list[int], logits: torch.Tensor, clock=None):
         """Judge the drafts and take what is verified: the commits, their tokens [A, T], and the drafts accepted [A]."""
-        accepted, following, scores = judge(batch, draft, verified, logits, self.speculation.verification)
+        accepted, following, drafted, scores = judge(
+            batch, sampling, draft, verified, logits, self.speculation.verification
+        )
         if clock is not None:
             clock.lap()
-        drafted, rows = draft.tokens.tolist(), list(batch.rows)
+        rows = list(batch.rows)
         tokens = [drafted[i][:a] + [t] for i, (a, t) in enumerate(zip(accepted, following))]
         commits, new = batch.commit(tokens, scores)
         for i, (row, commit) in enumerate(zip(rows, commits)):

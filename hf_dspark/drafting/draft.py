@@ -18,7 +18,7 @@ class Draft:
         q (`torch.Tensor`, *optional*): [A, N, V] the distributions the drafts were drawn from; `None` for deterministic ones.
         log_q (`torch.Tensor`): [A, N] log-probabilities of the tokens at temperature 1, unwarped.
         confidence (`torch.Tensor`, *optional*): [A, N] calibrated logits of being accepted once the drafts before are.
-        stages (`list[int]`): [A] drafting stages; 0 where the drafter wasn't asked.
+        stages (`list[int]`): [A] drafting stages, 1 also where nothing is drafted.
         block (`int`): drafts of a whole stage.
         room (`list[int]`): [A] most drafts there could have been, settled before the first of them.
         sources (`list[str]`): [A] where each row's drafts come from: "drafter", "copy", "tree", or "none".
@@ -50,7 +50,7 @@ class Draft:
             tokens=tokens,
             lengths=[0] * rows,
             log_q=tokens.float(),
-            stages=[0] * rows,
+            stages=[1] * rows,
             block=block,
             room=room or [0] * rows,
         )

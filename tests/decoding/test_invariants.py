@@ -170,7 +170,7 @@ class Scripted(Policy):
         return draft.lengths
 
 
-@pytest.mark.parametrize("patience, widths", [(64, [9, 5, 6, 2, 6]), (3, [9, 3, 2, 6, 2, 6])])
+@pytest.mark.parametrize("patience, widths", [(64, [8, 5, 3]), (3, [8, 3, 2, 3])])
 @pytest.mark.parametrize("drafter", ["block", "chain"])
 def test_a_drafter_reads_plain_steps_together_before_it_drafts(drafter, patience, widths, texts, monkeypatch):
     case, known = case_of("llama", texts)

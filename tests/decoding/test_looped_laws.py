@@ -134,8 +134,7 @@ def emitted_law(verify, row, draft, length):
         if verify is chain.verify_block and length:
             p = torch.cat([scores_at(i, [0]).exp() for i in range(length + 1)])
             noise.thresholds = chain.block_survival(p, q[0], tokens[0])[1].tolist()
-        laws = () if verify is chain.verify_match else (q,)
-        verdict = verify(scores_at, tokens, *laws, [length], noise)
+        verdict = verify(scores_at, tokens, q, [length], noise)
         text = (*draft[: int(verdict.accepted[0])], int(verdict.next_token[0]))
         law[text] = law.get(text, 0.0) + noise.weight
     return law

@@ -7,6 +7,7 @@ import itertools
 import math
 import random
 import re
+from dataclasses import replace
 
 import golden
 import pytest
@@ -273,8 +274,8 @@ def test_what_a_draft_decides_itself_does_not_decide_whether_it_is_verified():
             policy.throttle.history.expect([[rng.random()] * 3] * 2)
         k, chances = case % 3, [[rng.random() for _ in range(6)] for _ in range(2)]
         long, short = draft_of([[-0.5] * 6] * 2, chances, 2, 3), draft_of([[-0.5] * 3] * 2, [c[:3] for c in chances], 1, 3)
-        short.lengths = [k + 1, k + 1]
-        long.room = short.room = [rng.randint(k + 1, 6), 6]
+        room = [rng.randint(k + 1, 6), 6]
+        long, short = replace(long, room=room), replace(short, lengths=[k + 1, k + 1], room=room)
         got = [policy.prune(draft)[1] > k for draft in (long, short)]
         assert got[0] == got[1]
         verified.append(got[0])
