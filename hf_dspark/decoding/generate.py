@@ -4,9 +4,9 @@ import dataclasses
 
 import torch
 from transformers.generation import GenerationMode
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
 from hf_dspark.modeling import SpeculationConfig
+from hf_dspark.verification.commit import check_criteria, own_criteria
 from hf_dspark.verification.probabilities import DEFAULTS, Scorer
 
 from .cache import from_user_cache
@@ -146,9 +146,8 @@ def _check_states(config, rows: int) -> None:
         )
 
 
-def _requests(input_ids, mask, config, device) -> tuple[list[Request], list[torch.Tensor]]:
+def _requests(input_ids, mask, budget, device) -> tuple[list[Request], list[torch.Tensor]]:
     """One request per row, without its pads, and the columns its prompt came from."""
-    budget = config.max_length - input_ids.shape[1]
     requests, columns = [], []
     for row in range(input_ids.shape[0]):
         where = mask[row].nonzero()[:, 0]
@@ -202,22 +201,28 @@ def speculative_generate(
 
 def _run(target, drafter, tap, speculation, input_ids, mask, processors, criteria, config, streamer, model_kwargs):
     model = Target(target, tap)
-    requests, columns = _requests(input_ids, mask, config, model.device)
+    ends = own_criteria(criteria, config)
+    check_criteria(ends.criteria, len(input_ids))
+    requests, columns = _requests(input_ids, mask, max(ends.max_length - input_ids.shape[1], 1), model.device)
     rows, given = len(requests), model_kwargs.get("cache", model_kwargs.get("past_key_values"))
     cache = model.new_cache(rows) if given is None else from_user_cache(model.config, given, mask.bool())
-    pads = [input_ids.shape[1] - len(r.prompt) for r in requests]
     seed = torch.randint(2**62, ()).item() if speculation.seed is None else speculation.seed
-    eos = getattr(config, "_eos_token_tensor", None)
     settings = Settings(
         do_sample=config.do_sample,
         seed=seed,
-        stop_ids=frozenset() if eos is None else frozenset(eos.flatten().tolist()),
-        criteria=StoppingCriteriaList(c for c in criteria if not isinstance(c, MaxLengthCriteria | EosTokenCriteria)),
+        stop_ids=ends.stop_ids,
+        criteria=ends.criteria,
         prefill_chunk=config.prefill_chunk_size,
     )
     stats, recorder = SpeculationStats.empty(rows), Recorder(config, rows)
     keep_cache = bool(config.return_dict_in_generate) or given is not None
-    scorer = Scorer(processors, pads, [r.prompt for r in requests], keep_min_length=config.min_new_tokens is None)
+    scorer = Scorer(
+        processors,
+        [r.shown for r in requests],
+        [r.prompt for r in requests],
+        keep_min_length=config.min_new_tokens is None,
+        lazy=not config.do_sample or speculation.verification != "block",
+    )
     auto = speculation.scheduler is not None or speculation.loop_gate == "auto"
     policy = policy_for(drafter, target, speculation) if auto else None
     loop = DecodeLoop(model, drafter, speculation, settings, requests, cache, scorer, recorder, stats, keep_cache, policy)

@@ -256,11 +256,16 @@ class DecodeLoop:
         kept: list[dict] = [{} for _ in self.slots]
 
         drafted, stop_ids = draft.tokens.tolist(), self.settings.stop_ids
+        self._ask(draft, kept)
+
+        def ended(r, i):
+            early = self.stopped[r] if self.scorer.own else None
+            return drafted[r][i] in stop_ids or (early is not None and early(i))
 
         def scores_at(i, rows):
             scores = logits[rows, i].float()
             # Behind a stop token nothing is decided any more, and processors may not expect to be asked.
-            live = [j for j, r in enumerate(rows) if not i or drafted[r][i - 1] not in stop_ids]
+            live = [j for j, r in enumerate(rows) if not any(ended(r, k) for k in range(i))]
             if live:
                 prefixes = [self.ids[r : r + 1, : self.slots[r].n + i] for r in (rows[j] for j in live)]
                 scores[live] = self.scorer.target_scores([self.slots[rows[j]].row for j in live], prefixes, scores[live])
@@ -276,21 +281,27 @@ class DecodeLoop:
         q = None if draft.q is None else draft.q.to(logits.device)
         return verify(scores_at, draft.tokens, q, draft.lengths, noise), kept
 
+    def _ask(self, draft, kept) -> None:
+        """Prepare each row's question to the stopping criteria, drafts in place."""
+        self.texts, self.stopped = [], []
+        for slot, drafts, seen in zip(self.slots, draft.tokens, kept):
+            text = [slot.request.shown, self.ids[len(self.texts), slot.start : slot.n], drafts, drafts.new_zeros(1)]
+            self.texts.append(torch.cat(text)[None])
+            scores = None
+            if self.recorder.wants_scores:
+                before = self.recorder.scores[slot.row]
+                scores = lambda i, before=before, seen=seen: before + [seen[k] for k in range(i + 1)]  # noqa: E731
+            start = len(slot.request.shown) + slot.generated
+            self.stopped.append(row_stopped(self.settings.criteria, self.texts[-1], start, scores))
+
     def _commit(self, verdict, draft, logits, scores, first=False) -> list[Commit]:
         accepted, following = verdict.read()
         drafted, commits = draft.tokens.tolist(), []
         for i, slot in enumerate(self.slots):
             self.ids[i, slot.n + accepted[i]] = following[i]
             tokens = drafted[i][: accepted[i]] + [following[i]]
-            stopped = None
-            if self.settings.criteria:
-                new = self.ids[i, slot.start : slot.n + len(tokens)]
-                row = torch.cat([slot.request.shown, new])[None]
-                seen = None
-                if self.recorder.wants_scores:
-                    seen = self.recorder.scores[slot.row] + [scores[i][k] for k in range(len(tokens))]
-                stopped = row_stopped(self.settings.criteria, row, len(slot.request.shown) + slot.generated, seen)
-            kept, reason = commit(tokens, self.settings.stop_ids, slot.left, stopped)
+            self.texts[i][0, len(slot.request.shown) + slot.generated + accepted[i]] = following[i]
+            kept, reason = commit(tokens, self.settings.stop_ids, slot.left, self.stopped[i])
             self.recorder.add(slot.row, logits[i], scores[i], len(kept))
             slot.n += len(kept)
             self._warn_beyond_training(slot.n)

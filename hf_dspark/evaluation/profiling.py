@@ -42,7 +42,7 @@ class _Bench:
     def draft(self) -> None:
         """One stage, and the extension of the drafter's context that every round does."""
         room = [self.block] * self.rows
-        scorer = Scorer(LogitsProcessorList(), [0] * self.rows, list(self.ids))
+        scorer = Scorer(LogitsProcessorList(), list(self.ids), list(self.ids))
         lengths = [self.context + 1] * self.rows
         self.proposer.propose(Context(list(range(self.rows)), self.ids, lengths, room, frozenset(), scorer, None))
         cache, n = self.proposer.cache, min(self.block + 1, self.context)
