@@ -72,6 +72,7 @@ class Row:
         self.request, self.settings, self.outputs = request, request.settings, request.outputs
         self.tokens = list(request.prompt)
         self.start = len(self.tokens)
+        self.stopped = self.text = None
 
     @property
     def n(self) -> int:
@@ -85,17 +86,25 @@ class Row:
     def left(self) -> int:
         return self.request.budget - self.generated
 
-    def commit(self, tokens: list[int], scores: dict[int, torch.Tensor]) -> Commit:
-        """Take verified `tokens`, up to the first that ends the row; `scores` {position: [V]} where criteria read them."""
-        settings, stopped = self.settings, None
-        if settings.criteria:
-            new = torch.tensor(self.tokens[self.start :] + tokens, dtype=torch.long, device=self.request.shown.device)
-            seen = None
-            if self.outputs.wants_scores:
-                seen = self.outputs.scores + [scores[k] for k in range(len(tokens))]
-            text = torch.cat([self.request.shown, new])[None]
-            stopped = row_stopped(settings.criteria, text, len(self.request.shown) + self.generated, seen)
-        kept, reason = commit(tokens, settings.stop_ids, self.left, stopped)
+    def ask(self, drafts: list[int], scores: dict[int, torch.Tensor]) -> None:
+        """Prepare the question to the stopping criteria about a round's `drafts`: `stopped(i)` tells whether one fires once i + 1
+        of them are in place. `scores` {position: [V]} are filled as they become known."""
+        self.stopped = None
+        if not self.settings.criteria:
+            return
+        shown = self.request.shown
+        new = torch.tensor([*self.tokens[self.start :], *drafts, 0], dtype=torch.long, device=shown.device)
+        self.text = torch.cat([shown, new])[None]
+        before, seen = list(self.outputs.scores), None
+        if self.outputs.wants_scores:
+            seen = lambda i: before + [scores[k] for k in range(i + 1)]  # noqa: E731
+        self.stopped = row_stopped(self.settings.criteria, self.text, len(shown) + self.generated, seen)
+
+    def commit(self, tokens: list[int]) -> Commit:
+        """Take verified `tokens`, up to the first that ends the row."""
+        if self.stopped is not None:
+            self.text[0, len(self.request.shown) + self.generated + len(tokens) - 1] = tokens[-1]
+        kept, reason = commit(tokens, self.settings.stop_ids, self.left, self.stopped)
         self.tokens += kept
         return Commit(self.request.key, kept, reason)
 
@@ -142,10 +151,10 @@ class Batch:
             self._groups = list(groups.values())
         return self._groups
 
-    def commit(self, tokens: list[list[int]], scores: list[dict[int, torch.Tensor]]) -> tuple[list[Commit], torch.Tensor]:
+    def commit(self, tokens: list[list[int]]) -> tuple[list[Commit], torch.Tensor]:
         """Take each row's verified tokens. Returns what became output, and the same on the device [A, T], filled with zeros."""
         before = self.lengths
-        commits = [row.commit(new, kept) for row, new, kept in zip(self.rows, tokens, scores, strict=True)]
+        commits = [row.commit(new) for row, new in zip(self.rows, tokens, strict=True)]
         width = max(len(c.tokens) for c in commits)
         table = [[n, len(c.tokens) - 1, *c.tokens, *[0] * (width - len(c.tokens))] for n, c in zip(before, commits)]
         table = torch.tensor(table).to(self.device)

@@ -41,7 +41,7 @@ class DrafterCandidateGenerator(CandidateGenerator):
         gate = None if speculation.loop_gate is None else StaticGate(speculation.loop_gate)
         first = torch.zeros(1, dtype=torch.long)
         self.proposer = Proposer(drafter, speculation, first, gate=gate, estimate=survival_estimate(drafter))
-        self.scorer = Scorer(logits_processor, [pads], [input_ids[0, pads:]])
+        self.scorer = Scorer(logits_processor, [input_ids[0]], [input_ids[0, pads:]], lazy=False)
         self.seed = torch.randint(2**62, ()).item() if speculation.seed is None else speculation.seed
         self.prompt, self.draft, self.stats = input_ids.shape[1], None, SpeculationStats.empty(1)
         eos = getattr(generation_config, "_eos_token_tensor", None)

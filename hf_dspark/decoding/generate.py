@@ -6,9 +6,9 @@ from contextvars import ContextVar
 
 import torch
 from transformers.generation import GenerationMode
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
 from hf_dspark.modeling import SpeculationConfig
+from hf_dspark.verification.commit import check_criteria, own_criteria
 from hf_dspark.verification.probabilities import DEFAULTS, Scorer
 
 from .batch import Request, Settings
@@ -164,16 +164,38 @@ def _check_states(config, rows: int) -> None:
         )
 
 
-def _requests(input_ids, mask, config, settings, device) -> tuple[list[Request], list[torch.Tensor]]:
+def _settings(config, speculation, ends, processors, columns, prompts) -> Settings:
+    return Settings(
+        do_sample=config.do_sample,
+        seed=torch.randint(2**62, ()).item() if speculation.seed is None else speculation.seed,
+        stop_ids=ends.stop_ids,
+        criteria=ends.criteria,
+        scorer=Scorer(
+            processors,
+            columns,
+            prompts,
+            keep_min_length=config.min_new_tokens is None,
+            lazy=not config.do_sample or speculation.verification != "block",
+        ),
+    )
+
+
+def _requests(input_ids, mask, processors, criteria, config, speculation) -> tuple[list[Request], list[torch.Tensor]]:
     """One request per row, without its pads, and the columns its prompt came from."""
-    budget = config.max_length - input_ids.shape[1]
-    requests, columns = [], []
-    for row, shown in enumerate(input_ids.to(device)):
-        where = mask[row].nonzero()[:, 0]
-        columns.append(where.cpu())
+    ends = own_criteria(criteria, config)
+    check_criteria(ends.criteria, len(input_ids))
+    columns = [row.nonzero()[:, 0] for row in mask]
+    for row, where in enumerate(columns):
+        if not len(where):
+            raise ValueError(f"Row {row} of attention_mask is all zeros, an empty prompt: give it at least one token (bos).")
+    prompts = [ids[where] for ids, where in zip(input_ids, columns)]
+    settings = _settings(config, speculation, ends, processors, list(input_ids), prompts)
+    budget = max(ends.max_length - input_ids.shape[1], 1)
+    requests = []
+    for row, (shown, prompt) in enumerate(zip(input_ids, prompts)):
         request = Request(
             key=row,
-            prompt=input_ids[row, where].tolist(),
+            prompt=prompt.tolist(),
             budget=budget,
             settings=settings,
             place=row,
@@ -182,24 +204,7 @@ def _requests(input_ids, mask, config, settings, device) -> tuple[list[Request],
             outputs=RowOutputs(config),
         )
         requests.append(request)
-    return requests, columns
-
-
-def _settings(config, speculation, input_ids, mask, processors, criteria) -> Settings:
-    prompts = []
-    for row in range(input_ids.shape[0]):
-        prompts.append(input_ids[row, mask[row].nonzero()[:, 0]])
-        if not len(prompts[-1]):
-            raise ValueError(f"Row {row} of attention_mask is all zeros, an empty prompt: give it at least one token (bos).")
-    pads = [input_ids.shape[1] - len(p) for p in prompts]
-    eos = getattr(config, "_eos_token_tensor", None)
-    return Settings(
-        do_sample=config.do_sample,
-        seed=torch.randint(2**62, ()).item() if speculation.seed is None else speculation.seed,
-        stop_ids=frozenset() if eos is None else frozenset(eos.flatten().tolist()),
-        criteria=StoppingCriteriaList(c for c in criteria if not isinstance(c, MaxLengthCriteria | EosTokenCriteria)),
-        scorer=Scorer(processors, pads, prompts, keep_min_length=config.min_new_tokens is None),
-    )
+    return requests, [where.cpu() for where in columns]
 
 
 @torch.no_grad()
@@ -244,8 +249,9 @@ def speculative_generate(
 
 def _run(target, drafter, tap, speculation, input_ids, mask, processors, criteria, config, streamer, model_kwargs):
     model = Target(target, tap)
-    settings = _settings(config, speculation, input_ids.to(model.device), mask.to(model.device), processors, criteria)
-    requests, columns = _requests(input_ids, mask.bool(), config, settings, model.device)
+    requests, columns = _requests(
+        input_ids.to(model.device), mask.to(model.device), processors, criteria, config, speculation
+    )
     given = model_kwargs.get("cache", model_kwargs.get("past_key_values"))
     keep_cache = bool(config.return_dict_in_generate) or given is not None
     observer, policy = _LISTENING.get()

@@ -28,20 +28,20 @@ class PrefixScores:
     """Processed scores of rows, on demand: the scorer is asked once per row and position, on the true prefix.
 
     Args:
-        batch, sampling, draft: of the round. logits: [A, L + 1, V] the target's.
+        batch, sampling, draft: of the round; drafted [A][L] the draft tokens. logits: [A, L + 1, V] the target's.
         kept: per active row, {position: scores [V]} of everything asked for.
     """
 
-    def __init__(self, batch: Batch, sampling: Sampling, draft: Draft, logits: torch.Tensor, kept: list[dict]):
+    def __init__(self, batch: Batch, sampling: Sampling, draft: Draft, drafted, logits: torch.Tensor, kept: list[dict]):
         self.batch, self.sampling, self.draft, self.logits, self.kept = batch, sampling, draft, logits, kept
-        self.drafted = draft.tokens.tolist() if sampling.stop_ids else None
+        self.drafted = drafted
 
     def __call__(self, i: int, rows: list[int]) -> torch.Tensor:
         """[R, V] at draft position i of the rows [R] of `sampling`."""
         sampling, active = self.sampling, [self.sampling.rows[r] for r in rows]
         scores = self.logits[active, i].float()
-        # Behind a stop token nothing is decided any more, and processors may not expect to be asked.
-        live = [j for j, r in enumerate(active) if not self._stopped(r, i)]
+        # Behind the end of a text nothing is decided any more, and processors may not expect to be asked.
+        live = [j for j, r in enumerate(active) if not any(self._ends(r, k) for k in range(i))]
         if live:
             prefixes = [self.batch.prefix(active[j], self.draft.tokens[active[j], :i]) for j in live]
             scores[live] = sampling.scorer.target_scores([sampling.places[rows[j]] for j in live], prefixes, scores[live])
@@ -50,8 +50,10 @@ class PrefixScores:
                 self.kept[r][i] = s
         return scores
 
-    def _stopped(self, r: int, i: int) -> bool:
-        return bool(i and self.drafted and self.drafted[r][i - 1] in self.sampling.stop_ids)
+    def _ends(self, r: int, k: int) -> bool:
+        """Whether row r ends with draft k."""
+        stopped = self.batch.rows[r].stopped if self.sampling.scorer.own else None
+        return self.drafted[r][k] in self.sampling.stop_ids or (stopped is not None and stopped(k))
 
 
 def judge(batch: Batch, sampling: list[Sampling], draft: Draft, lengths: list[int], logits: torch.Tensor, verification: str):
@@ -63,7 +65,12 @@ def judge(batch: Batch, sampling: list[Sampling], draft: Draft, lengths: list[in
     """
     count = len(batch.rows)
     kept: list[dict] = [{} for _ in range(count)]
-    verdicts = [_verdict(batch, s, draft, lengths, logits, verification, kept) for s in sampling]
+    drafted = None
+    if not all(s.scorer.prefix_free and not batch.rows[s.rows[0]].settings.criteria for s in sampling):
+        drafted = draft.tokens.tolist()
+        for row, tokens, seen in zip(batch.rows, drafted, kept):
+            row.ask(tokens, seen)
+    verdicts = [_verdict(batch, s, draft, drafted, lengths, logits, verification, kept) for s in sampling]
     order = [r for s in sampling for r in s.rows]
     able = [torch.ones_like(v.accepted, dtype=torch.bool) if v.possible is None else v.possible for v in verdicts]
     joined = Verdict(
@@ -77,14 +84,14 @@ def judge(batch: Batch, sampling: list[Sampling], draft: Draft, lengths: list[in
     return [accepted[j] for j in back], [following[j] for j in back], [drafted[j] for j in back], kept
 
 
-def _verdict(batch, s: Sampling, draft, lengths, logits, verification, kept) -> Verdict:
+def _verdict(batch, s: Sampling, draft, drafted, lengths, logits, verification, kept) -> Verdict:
     whole, width = len(s.rows) == len(batch.rows), max(lengths) + 1
     tokens = draft.tokens if whole else draft.tokens[s.rows]
     q = draft.q if whole or draft.q is None else draft.q[s.rows]
     mine = [lengths[r] for r in s.rows]
     verifier = VERIFIERS["match" if s.noise is None else verification]
     if not s.scorer.prefix_free:
-        scores_at = PrefixScores(batch, s, draft, logits, kept)
+        scores_at = PrefixScores(batch, s, draft, drafted, logits, kept)
         return verifier.lazy(scores_at, tokens, q, mine, s.noise)
     scores = logits[:, :width] if whole else logits[s.rows, :width]
     if not s.scorer.empty:

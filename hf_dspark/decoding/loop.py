@@ -188,7 +188,7 @@ class DecodeLoop:
             clock.lap()
         rows = list(batch.rows)
         tokens = [drafted[i][:a] + [t] for i, (a, t) in enumerate(zip(accepted, following))]
-        commits, new = batch.commit(tokens, scores)
+        commits, new = batch.commit(tokens)
         for i, (row, commit) in enumerate(zip(rows, commits)):
             count = len(commit.tokens)
             row.outputs.add(logits[i], scores[i], count)

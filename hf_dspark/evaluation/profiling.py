@@ -42,7 +42,7 @@ class _Bench:
     def draft(self) -> None:
         """One stage, and the extension of the drafter's context that every round does."""
         room = [self.block] * self.rows
-        scorer = Scorer(LogitsProcessorList(), [0] * self.rows, list(self.ids))
+        scorer = Scorer(LogitsProcessorList(), list(self.ids), list(self.ids))
         lengths = [self.context + 1] * self.rows
         rows = list(range(self.rows))
         sampling = Sampling(rows, rows, scorer, None, frozenset())

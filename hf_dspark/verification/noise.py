@@ -24,15 +24,16 @@ def _signed(x: int) -> int:
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
-    """SplitMix64's output function on int64, whose products wrap; masks make the shifts logical."""
+    """SplitMix64's output function on int64, whose products wrap; masks make the shifts logical. In place where it can be:
+    a vocabulary of noise is large, and fresh memory is what it costs most."""
 
-    def shift(x, n):
-        return (x >> n) & ((1 << (64 - n)) - 1)
+    def shift(n):
+        return (x >> n).bitwise_and_((1 << (64 - n)) - 1)
 
     x = x + _signed(_GOLDEN)
-    x = (x ^ shift(x, 30)) * _signed(_MULTIPLIERS[0])
-    x = (x ^ shift(x, 27)) * _signed(_MULTIPLIERS[1])
-    return x ^ shift(x, 31)
+    x = x.bitwise_xor_(shift(30)).mul_(_signed(_MULTIPLIERS[0]))
+    x = x.bitwise_xor_(shift(27)).mul_(_signed(_MULTIPLIERS[1]))
+    return x.bitwise_xor_(shift(31))
 
 
 def _mix_int(x: int) -> int:
@@ -62,8 +63,8 @@ def uniforms_of(keys: torch.Tensor, size: int) -> torch.Tensor:
     dtype = real_dtype(keys.device)
     # As many bits as the float holds, less one for the half: one more, and the largest value would round to 1.
     bits = 52 if dtype == torch.float64 else 23
-    fraction = (_mix(keys[..., None] + counter) >> (64 - bits)) & ((1 << bits) - 1)
-    return (fraction.to(dtype) + 0.5) * 2.0**-bits
+    fraction = _mix(keys[..., None] + counter).bitwise_right_shift_(64 - bits).bitwise_and_((1 << bits) - 1)
+    return fraction.to(dtype).add_(0.5).mul_(2.0**-bits)
 
 
 def uniforms(seed: int, streams, indices, domain: str, size: int, device, rounds=None) -> torch.Tensor:
@@ -82,8 +83,8 @@ def _integers(values, device) -> torch.Tensor:
 
 def perturbed(scores: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """Scores [..., V] plus standard Gumbel noise made of `uniform` [..., V], float32: their argmax is a draw from softmax."""
-    top = scores.to(uniform.dtype) - scores.amax(-1, keepdim=True)
-    return (top - torch.log(-torch.log(uniform))).float()
+    gumbel = uniform.log().neg_().log_().neg_()
+    return gumbel.add_(scores.to(gumbel.dtype) - scores.amax(-1, keepdim=True)).float()
 
 
 def keyed_scores(scores: torch.Tensor, seed: int, streams, indices, domain: str, rounds=None) -> torch.Tensor:

@@ -46,7 +46,7 @@ def propose(drafter, rows=1, processors=(), seed=None, room=9, stop_ids=(), temp
     lengths = [3] * rows
     ids = torch.zeros(rows, 20, dtype=torch.long)
     ids[:, :3] = torch.tensor([5, 6, 7])
-    scorer = Scorer(LogitsProcessorList(processors), [0] * rows, list(ids[:, :3]))
+    scorer = Scorer(LogitsProcessorList(processors), list(ids[:, :3]), list(ids[:, :3]))
     noise = None if seed is None else Noise(seed, list(range(rows)), [0] * rows)
     room = [room] * rows if isinstance(room, int) else room
     places = list(range(rows))

@@ -127,8 +127,7 @@ def test_block_verification_accepts_at_least_as_much_as_ratio():
     for seed in range(20, 32):
         target, drafter = models(seed)
         gains.append(
-            round_law(chain.verify_block, target, drafter, fixed)[1]
-            - round_law(chain.verify_ratio, target, drafter, fixed)[1]
+            round_law(chain.verify_block, target, drafter, fixed)[1] - round_law(chain.verify_ratio, target, drafter, fixed)[1]
         )
     assert min(gains) > -EXACT
     assert max(gains) > 0.01
