@@ -63,23 +63,29 @@ class _Suffixes:
         key, source = 0, -1
         for n in range(self.longest):
             token = tokens[at - n]
-            if token < 0:
+            if token < 0:  # the document starts here, and `end` hides the earlier visitor from those who come deeper
+                self._push(key, source, n)
                 break
             parent, key = key, (key * _FACTOR + token + 1) & _MASK
             if n < skip:
                 continue
             previous = latest.get(key, -1)
             if previous < 0 <= source:
-                other = tokens[source - self.first - n]
-                if other == token:
+                if tokens[source - self.first - n] == token:
                     previous = source
-                elif other >= 0:
-                    latest[(parent * _FACTOR + other + 1) & _MASK] = source
+                else:
+                    self._push(parent, source, n)
             latest[key] = end
             if previous < 0:
                 break
             source = previous
         return source
+
+    def _push(self, key: int, source: int, n: int) -> None:
+        """Enter the (n + 1)-gram that ends at `source`, whose last n tokens have the key `key`."""
+        token = self.tokens[source - self.first - n] if source >= 0 else _BREAK
+        if token >= 0:
+            self.latest[(key * _FACTOR + token + 1) & _MASK] = source
 
     def remove(self, end: int) -> None:
         """Forget the n-grams whose latest occurrence ended at `end`. Positions must leave in the order they came."""
@@ -103,7 +109,8 @@ class _Suffixes:
                 continue
             previous = self.latest.get(key, -1)
             if previous < 0:
-                if source < 0 or self.tokens[source - self.first - n] != token:
+                at = source - self.first - n
+                if source < 0 or at < 0 or self.tokens[at] != token:
                     break
                 previous = source
             source = previous
@@ -151,9 +158,8 @@ class CopyIndex:
         Raises:
             ValueError: a negative id; the index is unchanged.
         """
-        _refuse_negative(tokens)
         text, insert = self._suffixes.tokens, self._suffixes.insert
-        for token in tokens:
+        for token in _checked(tokens):
             text.append(token)
             self._source = insert(len(text) - 1)
 
@@ -180,7 +186,7 @@ class CopyIndex:
         """
         if not drafted:
             return self.propose(limit)
-        _refuse_negative(drafted)
+        drafted = _checked(drafted)
         suffixes, text = self._suffixes, self._suffixes.tokens
         size = len(text)
         text.extend(drafted)  # behind the text while the answer is found; taken off below
@@ -198,9 +204,9 @@ class CopyIndex:
     def _copy(self, source: int, limit: int) -> Copy:
         text = self._suffixes.tokens
         match = self._suffixes.agreement(source, text) if source >= 0 else 0
-        if match < self._suffixes.shortest or limit < 1:
+        tokens = text[source + 1 : source + 1 + max(0, limit)].tolist()
+        if match < self._suffixes.shortest or not tokens:
             return Copy([], 0)
-        tokens = text[source + 1 : source + 1 + limit].tolist()
         if len(tokens) < limit:
             tokens = (tokens * (limit // len(tokens) + 1))[:limit]
         return Copy(tokens, match)
@@ -217,7 +223,8 @@ class CopyMemory:
     of `add` holds the others up for a few microseconds per token.
 
     Args:
-        max_tokens: tokens kept at most, about 150 bytes each and never above 800. A longer document keeps its last `max_tokens` tokens.
+        max_tokens: tokens kept at most, about 180 bytes each, in the worst case 1,100. A longer document keeps its last
+            `max_tokens` tokens.
         vocabulary_size: of the target that the ids belong to; None is settled by the first `bind` that knows it.
         tokenizer: a name or hash of the tokenizer that made the ids; None as above.
         min_match, max_match: as for `CopyIndex`.
@@ -258,8 +265,8 @@ class CopyMemory:
         ):
             if None not in (mine, theirs) and mine != theirs:
                 raise ValueError(
-                    f"this CopyMemory holds token ids of {name}={mine!r}, not {theirs!r}: the same id means another text there. "
-                    "Use one CopyMemory per tokenizer and add the documents to it again."
+                    f"this CopyMemory holds token ids of {name}={mine!r}, not {theirs!r}: the same id means another text "
+                    "there. Use one CopyMemory per tokenizer and add the documents to it again."
                 )
         self.vocabulary_size = self.vocabulary_size or vocabulary_size
         self.tokenizer = self.tokenizer or tokenizer
@@ -273,10 +280,10 @@ class CopyMemory:
         Raises:
             ValueError: an id outside the vocabulary; the memory is unchanged.
         """
-        _refuse_negative(tokens)
+        tokens = _checked(tokens)
         if self.vocabulary_size is not None and len(tokens) and max(tokens) >= self.vocabulary_size:
             raise ValueError(
-                f"token id {max(tokens)} lies outside the vocabulary of {self.vocabulary_size}: it was made by another tokenizer. "
+                f"token id {max(tokens)} lies outside the vocabulary of {self.vocabulary_size}: another tokenizer made it. "
                 "Tokenize the document with the target's own."
             )
         tokens = tokens[-self.max_tokens :]
@@ -353,7 +360,9 @@ class CopyMemory:
         with safe_open(path, framework="pt") as file:
             header = file.metadata() or {}
             if header.get("format") != "hf_dspark.copy_memory":
-                raise ValueError(f"{path} is no CopyMemory: its header lacks the format. Give a file that CopyMemory.save wrote.")
+                raise ValueError(
+                    f"{path} is no CopyMemory: its header names another format. Give a file that CopyMemory.save wrote."
+                )
             tokens, lengths = file.get_tensor("tokens"), file.get_tensor("lengths")
         memory = cls(
             int(header["max_tokens"]),
@@ -379,6 +388,9 @@ class CopyMemory:
             suffixes.first = self._oldest
 
 
-def _refuse_negative(tokens: Sequence[int]) -> None:
-    if len(tokens) and min(tokens) < 0:
-        raise ValueError(f"token id {min(tokens)} is negative, which no text contains: pass the row's tokens without padding.")
+def _checked(tokens: Sequence[int]) -> array:
+    """The token ids as 32-bit integers, all or none."""
+    ids = array("i", tokens)
+    if ids and min(ids) < 0:
+        raise ValueError(f"token id {min(ids)} is negative, which no text contains: pass the row's tokens without padding.")
+    return ids
