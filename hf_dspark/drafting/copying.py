@@ -109,10 +109,7 @@ class _Suffixes:
                 continue
             previous = self.latest.get(key, -1)
             if previous < 0:
-                at = source - self.first - n
-                if source < 0 or at < 0 or self.tokens[at] != token:
-                    break
-                previous = source
+                break
             source = previous
         return source
 
@@ -223,11 +220,12 @@ class CopyMemory:
     of `add` holds the others up for a few microseconds per token.
 
     Args:
-        max_tokens: tokens kept at most, about 180 bytes each, in the worst case 1,100. A longer document keeps its last
+        max_tokens: tokens kept at most, about 180 bytes each, in the worst case 1,000. A longer document keeps its last
             `max_tokens` tokens.
         vocabulary_size: of the target that the ids belong to; None is settled by the first `bind` that knows it.
         tokenizer: a name or hash of the tokenizer that made the ids; None as above.
-        min_match, max_match: as for `CopyIndex`.
+        min_match: as for `CopyIndex`, default 3: two tokens that agree with another text say little.
+        max_match: as for `CopyIndex`, default 8.
 
     Raises:
         ValueError: `max_tokens` below 1, or match lengths out of order.
@@ -238,7 +236,7 @@ class CopyMemory:
         max_tokens: int = 1_000_000,
         vocabulary_size: int | None = None,
         tokenizer: str | None = None,
-        min_match: int = 2,
+        min_match: int = 3,
         max_match: int = 8,
     ):
         if max_tokens < 1:
