@@ -1,7 +1,8 @@
 """Builders of draft trees from what a drafter says: pure functions of log-probabilities, and of a step for causal drafters.
 
 A builder takes one row ([k, Vd], giving a [`Tree`] of [N]) or several ([B, k, Vd], giving a padded one of [B, N]); a budget
-counts nodes without the anchor. Tokens are ids of the drafter's vocabulary. Equal scores stand in the order of the paths.
+counts nodes without the anchor. Tokens are ids of the drafter's vocabulary. Equal
+scores stand in the order of the paths, equal tokens of one position in the order of `torch.topk`.
 """
 
 import heapq
@@ -301,10 +302,8 @@ def _check(log_probs, budget, *sizes) -> None:
 
 
 def _top(log_probs: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `count` largest [..., count] and their ids, equal ones by id. (Which of equals are left out is up to `topk`.)"""
-    ids = log_probs.topk(min(count, log_probs.shape[-1]), -1).indices.sort(-1).values
-    values, order = log_probs.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
-    return values, ids.gather(-1, order)
+    """The `count` largest [..., count] and their ids; the references, too, leave the order of equals to `topk`."""
+    return tuple(log_probs.topk(min(count, log_probs.shape[-1]), -1))
 
 
 def _best_children(scores: torch.Tensor, ranked: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
