@@ -1,8 +1,8 @@
 """Builders of draft trees from what a drafter says: pure functions of log-probabilities, and of a step for causal drafters.
 
 A builder takes one row ([k, Vd], giving a [`Tree`] of [N]) or several ([B, k, Vd], giving a padded one of [B, N]); a budget
-counts nodes without the anchor. Tokens are ids of the drafter's vocabulary. Equal
-scores stand in the order of the paths, equal tokens of one position in the order of `torch.topk`.
+counts nodes without the anchor. Tokens are ids of the drafter's vocabulary. Equal scores stand in the order of the paths, equal
+tokens of one position in the order of `torch.topk`.
 """
 
 import heapq
@@ -47,7 +47,7 @@ def ddtree(log_probs: torch.Tensor, budget: int, full_depth: bool = False) -> Tr
     values, ids = (x.tolist() for x in _top(log_probs, budget))
     trees = [_best_first(v, i, budget, log_probs.dtype) for v, i in zip(values, ids)]
     if full_depth and budget:
-        best = [[[x[0] for x in position] for position in row] for row in (*ids, *values)]
+        best = [[position[0] for position in row] for row in (*ids, *values)]
         best = [chain(i, torch.tensor(v, dtype=log_probs.dtype)) for i, v in zip(best, best[len(trees) :])]
         trees = [force(tree, path, budget) for tree, path in zip(trees, best)]
     return pad(trees)
