@@ -45,10 +45,11 @@ def ddtree(log_probs: torch.Tensor, budget: int, full_depth: bool = False) -> Tr
     if log_probs.dim() == 2:
         return ddtree(log_probs[None], budget, full_depth).row(0)
     values, ids = (x.tolist() for x in _top(log_probs, budget))
-    trees = [_best_first(v, i, budget, log_probs.dtype) for v, i in zip(values, ids)]
+    dtype = torch.promote_types(log_probs.dtype, torch.float32)
+    trees = [_best_first(v, i, budget, dtype) for v, i in zip(values, ids)]
     if full_depth and budget:
         best = [[position[0] for position in row] for row in (*ids, *values)]
-        best = [chain(i, torch.tensor(v, dtype=log_probs.dtype)) for i, v in zip(best, best[len(trees) :])]
+        best = [chain(i, torch.tensor(v, dtype=dtype)) for i, v in zip(best, best[len(trees) :])]
         trees = [force(tree, path, budget) for tree, path in zip(trees, best)]
     return pad(trees)
 
@@ -87,7 +88,8 @@ def jetspec(log_probs: torch.Tensor, budget: int, width: int) -> Tree:
     if log_probs.dim() == 2:
         return jetspec(log_probs[None], budget, width).row(0)
     values, ids = (x.tolist() for x in _top(log_probs, min(width, budget)))
-    return pad([_in_bulk(v, i, budget, log_probs.dtype) for v, i in zip(values, ids)])
+    dtype = torch.promote_types(log_probs.dtype, torch.float32)
+    return pad([_in_bulk(v, i, budget, dtype) for v, i in zip(values, ids)])
 
 
 def _in_bulk(values: list[list[float]], ids: list[list[int]], budget: int, dtype) -> Tree:
@@ -139,8 +141,8 @@ def dartree(
             knows itself).
         draw (`Callable`, *optional*): with `fixed` only, children drawn without replacement instead of the best ones:
             `draw(log_q [B, F, C], depth, count)` gives [B, F, count] indices into C in the order drawn. The laws it is given,
-            one level after the other, are in the order of the nodes (the anchor first). How many children a node has is
-            decided before they are drawn.
+            one level after the other, are those of the anchor, of node 0 and so on. How many children a node has is decided
+            by its law and the nodes above, before they are drawn.
         full_depth (`bool`): keep the best path of all k levels, as in [`ddtree`].
 
     Returns:
@@ -178,6 +180,8 @@ def _dar_levels(logits, step, budget, width, candidates, fixed, prefix_len, draw
         log_q = (base[:, d, None].expand_as(corrected) if d < prefix_len else corrected).log_softmax(-1)
         log_q = log_q.expand(B, scores.shape[1], -1)
         ranked, order = log_q.sort(dim=-1, descending=True, stable=True)
+        if draw is not None:  # no more than every row's laws have tokens for, so that laws and nodes stay side by side
+            wide = min(wide, int(torch.isfinite(scores[..., None] + ranked).flatten(1).sum(1).min()))
         parents, ranks = _best_children(scores, ranked, wide)
         if draw is not None:
             order = draw(log_q, d, int(ranks.max()) + 1).to(order.device)

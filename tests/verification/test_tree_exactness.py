@@ -191,15 +191,15 @@ def off(build, verify, target, stop=None):
     return distance(tree_law(build, verify, target, stop)[0], text_law(target, LENGTH, stop=stop))
 
 
-def models(seed, **changes):
-    return ToyModel(seed, **changes), ToyModel(seed + 100)
+def models(seed, drafter=(), **changes):
+    return ToyModel(seed, **changes), ToyModel(seed + 100, **dict(drafter))
 
 
 @pytest.mark.parametrize("builder", BUILDERS)
 @pytest.mark.parametrize("verify", ["match", "ratio one-hot"])
 def test_trees_no_draw_decided_are_exact_under_both_verifiers(verify, builder):
     accepted = []
-    for seed, changes in ((1, {}), (2, {}), (3, dict(zeros=0.7))):
+    for seed, changes in ((1, {}), (2, {}), (3, dict(zeros=0.7)), (4, dict(drafter=dict(zeros=1.0)))):
         target, drafter = models(seed, **changes)
         tree = BUILDERS[builder](drafter)
         assert off(lambda branches: (tree, None), verify, target) < EXACT  # noqa: B023
@@ -210,7 +210,8 @@ def test_trees_no_draw_decided_are_exact_under_both_verifiers(verify, builder):
 @pytest.mark.parametrize("builder", SAMPLED)
 @pytest.mark.parametrize("verify", ["match", "ratio"])
 def test_sampled_children_are_exact_under_both_verifiers(verify, builder):
-    for seed, changes in ((1, {}), (2, dict(zeros=0.7))):
+    given = ({}, dict(zeros=0.7), dict(drafter=dict(zeros=1.0)), dict(drafter=dict(support={0, 2})))
+    for seed, changes in enumerate(given):
         target, drafter = models(seed, **changes)
         assert off(partial(SAMPLED[builder], drafter), verify, target) < EXACT
 
