@@ -7,7 +7,9 @@ import torch
 
 from ..verification.tree import ancestors, depths
 
-__all__ = ["Tree", "ancestors", "chain", "depths", "force", "graft", "locate", "pad", "paths", "prune", "sampled", "tip"]
+__all__ = [
+    "Tree", "ancestors", "chain", "depths", "force", "graft", "locate", "pad", "path_to", "paths", "prune", "sampled", "tip",
+]  # fmt: skip
 
 
 class Tree(NamedTuple):
@@ -60,16 +62,19 @@ def chain(tokens: torch.Tensor, log_q: torch.Tensor) -> Tree:
     return Tree(tokens, torch.arange(-1, len(tokens) - 1), torch.as_tensor(log_q).cumsum(0))
 
 
+def path_to(parents: torch.Tensor, node: int) -> list[int]:
+    """The nodes from the anchor's child down to `node`, which is the last; none for the anchor (-1)."""
+    found = []
+    while node >= 0:
+        found.append(node)
+        node = int(parents[node])
+    return found[::-1]
+
+
 def paths(parents: torch.Tensor) -> list[list[int]]:
-    """The nodes from the anchor's child down to each leaf, in the order of the leaves, of `parents` [N]."""
+    """The way to each leaf of `parents` [N], in the order of the leaves."""
     above = parents.tolist()
-    out = []
-    for leaf in sorted(set(range(len(above))) - set(above)):
-        path = [leaf]
-        while above[path[-1]] >= 0:
-            path.append(above[path[-1]])
-        out.append(path[::-1])
-    return out
+    return [path_to(above, leaf) for leaf in sorted(set(range(len(above))) - set(above))]
 
 
 def locate(tree: Tree, tokens: Sequence[int], at: int = -1) -> list[int]:

@@ -12,11 +12,11 @@ from collections.abc import Callable
 import torch
 
 from ..modeling.heads import select_memory
-from .tree_parts import Tree, ancestors, chain, depths, force, graft, locate, pad, paths, prune, sampled, tip
+from .tree_parts import Tree, ancestors, chain, depths, force, graft, locate, pad, path_to, paths, prune, sampled, tip
 
 __all__ = [
     "Tree", "ancestors", "chain", "dartree", "ddtree", "depths", "eagle2", "force", "graft", "head_step", "jetspec", "locate",
-    "pad", "paths", "prune", "recursive_expand", "sampled", "tip",
+    "pad", "path_to", "paths", "prune", "recursive_expand", "sampled", "tip",
 ]  # fmt: skip
 
 
@@ -330,5 +330,5 @@ def _supertrees(levels: list[tuple], rows: int) -> list[Tree]:
 
 
 def _finish(tree: Tree, budget: int, depth_bonus: float, full_depth: bool) -> Tree:
-    forced = ancestors(tree.parents)[tip(tree) + 1, 1:].nonzero()[:, 0].tolist() if full_depth else []
+    forced = path_to(tree.parents, tip(tree)) if full_depth else []
     return prune(tree, budget, depth_bonus, forced)

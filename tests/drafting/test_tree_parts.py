@@ -56,6 +56,9 @@ def test_masks_depths_and_paths_follow_the_parents():
             assert mask[i, j] == (found[j] == found[i][: len(found[j])])
         leaves = [path for path in found[1:] if not any(other[:-1] == path for other in found)]
         assert [found[path[-1] + 1] for path in trees.paths(tree.parents)] == leaves
+        assert trees.path_to(tree.parents, -1) == []
+        for node in range(seed):
+            assert tree.tokens[trees.path_to(tree.parents, node)].tolist() == list(found[node + 1])
         for path in trees.paths(tree.parents):
             assert [len(found[node + 1]) for node in path] == list(range(1, len(path) + 1))
             assert trees.locate(tree, tree.tokens[path]) == path

@@ -110,7 +110,7 @@ def sampled_marginals(drafter, branches, shape=ddtree, keep=None, resort=False):
     if keep is not None:
         tree = trees.prune(tree, keep)
     if resort:
-        order = sorted(range(len(tree.tokens)), key=lambda i: (len(path_of(tree, i)), -float(tree.scores[i])))
+        order = sorted(range(len(tree.tokens)), key=lambda i: (len(trees.path_to(tree.parents, i)), -float(tree.scores[i])))
         tree = trees.Tree(*(torch.tensor(x) for x in zip(*resorted(tree, order))))
     depth = trees.depths(tree.parents)
     return tree, lambda nodes, rows: q[depth[[n + 1 for n in nodes]]]
@@ -148,14 +148,6 @@ def topk_with_softmax(drafter, branches):
 # ---------------------------------------------------------------------- laws
 
 
-def path_of(tree, node) -> list[int]:
-    path = []
-    while node >= 0:
-        path.append(node)
-        node = int(tree.parents[node])
-    return path[::-1]
-
-
 def tree_law(build, verify, target, stop=None) -> tuple[dict, float]:
     """Exact law of the next tokens when one tree is drafted and verified and the target writes the rest; and the expected
     number of accepted drafts. `build(branches)` gives a tree and `q_at`; `verify`: "match", "ratio" or "ratio one-hot".
@@ -166,7 +158,7 @@ def tree_law(build, verify, target, stop=None) -> tuple[dict, float]:
         tree, q_at = build(branches)
 
         def scores_at(nodes, rows):
-            return target.law(tuple(tree.tokens[path_of(tree, nodes[0])].tolist())).log()[None]
+            return target.law(tuple(tree.tokens[trees.path_to(tree.parents, nodes[0])].tolist())).log()[None]
 
         given = scores_at, tree.tokens[None], tree.parents[None], [len(tree.tokens)]
         if verify == "match":
@@ -223,7 +215,7 @@ def test_both_judge_fixed_children_alike(verify):
     accepted = tree_law(lambda branches: (tree, None), verify, target)[1]
     exact = 0.0
     for node in range(len(tree.tokens)):
-        tokens = tuple(tree.tokens[path_of(tree, node)].tolist())
+        tokens = tuple(tree.tokens[trees.path_to(tree.parents, node)].tolist())
         exact += float(torch.stack([target.law(tokens[:i])[token] for i, token in enumerate(tokens)]).prod())
     assert accepted == pytest.approx(exact, abs=EXACT)
 
