@@ -10,6 +10,8 @@ if (_root / "modeling" / "__init__.py").exists() and not (_root / "hf_dspark" / 
 from .auto import AutoDrafter  # noqa: E402
 from .decoding.hook import attach, install, uninstall  # noqa: E402
 from .decoding.outputs import SpeculationStats  # noqa: E402
+from .drafting.copy_drafter import CopyDrafter  # noqa: E402
+from .drafting.copying import CopyMemory  # noqa: E402
 from .modeling import DSparkConfig, DSparkDrafter, Eagle3Config, Eagle3Drafter, SpeculationConfig  # noqa: E402
 from .verification.probabilities import keyed_processors  # noqa: E402
 
@@ -17,6 +19,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AutoDrafter",
+    "CopyDrafter",
+    "CopyMemory",
     "DSparkConfig",
     "DSparkDrafter",
     "Eagle3Config",

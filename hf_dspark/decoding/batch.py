@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from hf_dspark.drafting.copying import CopyIndex
 from hf_dspark.drafting.proposer import Proposer
 from hf_dspark.modeling.draft_cache import BUCKET
 from hf_dspark.verification.commit import commit, row_stopped
@@ -68,11 +69,12 @@ class Commit:
 class Row:
     """A request at work. `n` tokens are committed; the last of them, the anchor, hasn't been read by the target yet."""
 
-    def __init__(self, request: Request):
+    def __init__(self, request: Request, copying: bool = False):
         self.request, self.settings, self.outputs = request, request.settings, request.outputs
         self.tokens = list(request.prompt)
         self.start = len(self.tokens)
         self.stopped = self.text = None
+        self.copies = CopyIndex(self.tokens) if copying else None
 
     @property
     def n(self) -> int:
@@ -106,6 +108,8 @@ class Row:
             self.text[0, len(self.request.shown) + self.generated + len(tokens) - 1] = tokens[-1]
         kept, reason = commit(tokens, self.settings.stop_ids, self.left, self.stopped)
         self.tokens += kept
+        if self.copies is not None:
+            self.copies.extend(kept)
         return Commit(self.request.key, kept, reason)
 
 
@@ -122,11 +126,11 @@ class Batch:
 
     Args:
         requests: one per row. cache: the target's, with some first tokens of each prompt already (usually none).
-        proposer: the drafter's context of the same tokens. device: of the token buffer.
+        proposer: the drafter's context of the same tokens. device: of the token buffer. copying: whether texts are indexed.
     """
 
-    def __init__(self, requests: list[Request], cache: TargetCache, proposer: Proposer, device):
-        self.rows = [Row(r) for r in requests]
+    def __init__(self, requests: list[Request], cache: TargetCache, proposer: Proposer, device, copying: bool = False):
+        self.rows = [Row(r, copying) for r in requests]
         self.cache, self.proposer, self.device = cache, proposer, device
         longest = max((row.n for row in self.rows), default=0)
         self.ids = torch.zeros(len(requests), _bucket(longest), dtype=torch.long, device=device)
