@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from transformers.utils import logging
 
-from hf_dspark.drafting.copies import LONGEST, offers, with_copies
+from hf_dspark.drafting.copies import LONGEST, offers, shortest_match, with_copies
 from hf_dspark.drafting.draft import Draft
 from hf_dspark.drafting.proposer import Context, Proposer
 from hf_dspark.modeling import SpeculationConfig
@@ -60,7 +60,9 @@ class DecodeLoop:
         self.target, self.drafter, self.speculation = target, drafter, speculation
         self.policy, self.observer = policy, observer
         self.prefill_chunk, self.keep_cache = prefill_chunk, keep_cache
-        self.memory = getattr(drafter, "copy_memory", None)
+        self.memory = None if speculation.copy is None else getattr(drafter, "copy_memory", None)
+        if self.memory is not None:
+            self.memory.bind(target.config.vocab_size)
         self.seconds, self.finished = Seconds(), {}
         self.batch = self._batch([], None)
         self.coming: list[Prefill] = []
@@ -116,7 +118,7 @@ class DecodeLoop:
             gate = AutoGate(self.policy) if gate == "auto" else StaticGate(gate)
         estimate = survival_estimate(self.drafter)
         proposer = Proposer(self.drafter, self.speculation, cache.lengths, carried, gate, estimate)
-        return Batch(requests, cache, proposer, self.target.device, copying=self.speculation.copy is not None)
+        return Batch(requests, cache, proposer, self.target.device, copying=shortest_match(self.speculation.copy))
 
     def _read_prompts(self) -> list[Commit]:
         """A chunk of the first prompts that wait; once they are read, their rows have a first token and join the others."""
@@ -141,7 +143,7 @@ class DecodeLoop:
     def _round(self) -> list[Commit]:
         batch, clock = self.batch, Laps()
         context = self._context(batch)
-        draft, verified = self._draft(batch, context)
+        draft, verified, copies = self._draft(batch, context)
         clock.lap()
         width = max(verified) + 1
         fed = torch.cat([batch.anchors[:, None], draft.tokens[:, : width - 1]], 1)
@@ -160,12 +162,14 @@ class DecodeLoop:
         self.seconds.add(seconds)
         if self.policy is not None:
             self.policy.observe(draft, verified, accepted, width, seconds.draft, seconds.verify)
+            if copies:
+                self.policy.observe_copies(copies, [c.tokens for c in commits])
         if self.observer is not None:
             self.observer(Round(draft=draft, verified=verified, accepted=accepted, commits=commits, seconds=seconds))
         return commits
 
-    def _draft(self, batch: Batch, context: Context) -> tuple[Draft, list[int]]:
-        """What the round proposes, and how much of it is verified."""
+    def _draft(self, batch: Batch, context: Context) -> tuple[Draft, list[int], list]:
+        """What the round proposes, how much of it is verified, and what the rows could have copied."""
         if self.policy is not None:
             self.policy.begin(len(batch.rows), sum(context.lengths) / len(batch.rows))
         scheduled, room = self.speculation.scheduler is not None, context.room
@@ -173,7 +177,7 @@ class DecodeLoop:
         if planned < batch.proposer.block or any(lengths):
             context.room = [0 if n else min(most, planned) for n, most in zip(lengths, room)]
         draft = with_copies(batch.proposer.propose(context), copies, lengths, room)
-        return draft, self.policy.prune(draft) if scheduled else draft.lengths
+        return draft, self.policy.prune(draft) if scheduled else draft.lengths, copies
 
     def _copies(self, batch: Batch, room: list[int], scheduled: bool) -> tuple[list, list[int], int]:
         """What the rows could copy, how much of it each does, and the drafts planned for each of the others."""

@@ -55,14 +55,8 @@ class CopyDrafter:
         return f"CopyDrafter({memory})"
 
     def bind(self, target) -> "CopyDrafter":
-        """Follow `target` to its device, and settle whose token ids the memory holds.
-
-        Raises:
-            ValueError: the memory's ids belong to another vocabulary.
-        """
+        """Follow `target` to its device."""
         self.device = target.device
-        if self.copy_memory is not None:
-            self.copy_memory.bind(target.config.get_text_config().vocab_size)
         return self
 
     # ------------------------------------------------------------------ the drafter protocol, of blocks of no tokens
