@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from hf_dspark.decoding.outputs import describe_sources
 from hf_dspark.evaluation.benchmark import Plan, make_methods, run, write_json
 from hf_dspark.evaluation.environment import environment, file_hash
 from hf_dspark.evaluation.prompts import read_prompts
@@ -35,8 +36,8 @@ def evaluate(
     target: str = typer.Argument(..., help=f"Hub id or folder of the target; '{EMBEDDED}' is the demo's model."),
     prompts: Annotated[list[Path], typer.Option(exists=True, help="jsonl of `turns`, `messages` or `prompt`; repeats.")] = ...,
     drafter: str = typer.Option(None, callback=check_drafter, help="Hub id or folder of a drafter."),
-    methods: str = typer.Option("plain,lookup,own", help="Of plain, lookup, stock and own, with commas."),
-    setting: Annotated[list[str], typer.Option(help="Knobs for own and stock, e.g. 'num_draft_tokens=3'; repeatable.")] = (),
+    methods: str = typer.Option("plain,lookup,own", help="Of plain, lookup, copy, stock, own and own+copy, with commas."),
+    setting: Annotated[list[str], typer.Option(help="Knobs for own, own+copy and stock, e.g. 'num_draft_tokens=3'; repeatable.")] = (),
     temperature: Annotated[list[float], typer.Option(help="0 is greedy; repeatable.")] = (0.0,),
     top_k: int = typer.Option(0, help="When sampling; 0 is off."),
     top_p: float = typer.Option(1.0, help="When sampling; 1 is off."),
@@ -55,8 +56,8 @@ def evaluate(
 ):
     """Measure acceptance and speed of a drafter against other ways of generating the same answers."""
     kinds = [m.strip() for m in methods.split(",") if m.strip()]
-    if drafter is None and {"own", "stock"} & set(kinds):
-        raise ValueError(f"--methods {methods} needs a drafter: pass --drafter, or --methods plain,lookup.")
+    if drafter is None and {"own", "own+copy", "stock"} & set(kinds):
+        raise ValueError(f"--methods {methods} needs a drafter: pass --drafter, or --methods plain,lookup,copy.")
     if turns not in ("first", "all"):
         raise ValueError(f"--turns {turns} is unknown: use first or all.")
     settings = [parse_setting(s) for s in setting] or [{}]
@@ -88,6 +89,8 @@ def evaluate(
         warn([f"{method} was left out: {why}"])
     for group in dict.fromkeys((r["set"], r["temperature"]) for r in result["results"]):
         console.print(results_table([r for r in result["results"] if (r["set"], r["temperature"]) == group], *group))
+    for line in source_lines(result["results"]):
+        say(line, "dim")
     say(f"ms/token: drafting/verifying/rest, prefill left out. Everything measured is in {out}.", "dim")
     warn(busy.warning(model.device))
     for line in hints(result["results"]):
@@ -96,6 +99,12 @@ def evaluate(
         from hf_dspark.evaluation.plots import save_all
 
         say(f"Plots: {', '.join(map(str, save_all(result['results'], plots)))}", "dim")
+
+
+def source_lines(results: list[dict]) -> list[str]:
+    """Where the drafts of each method came from, one line for each that copied."""
+    kept = [r for r in results if {"copy", "memory"} & r.get("sources", {}).keys()]
+    return [f"{r['set']}, {r['temperature']:g}, {r['method']}: {describe_sources(r['sources'])}." for r in kept]
 
 
 def hints(results: list[dict], few: int = 10) -> list[str]:

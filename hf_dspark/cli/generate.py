@@ -9,6 +9,7 @@ from typing import Annotated
 import torch
 import typer
 
+from hf_dspark.drafting.copy_drafter import CopyDrafter
 from hf_dspark.evaluation import metrics
 from hf_dspark.evaluation.prompts import JsonLines, read_prompts, render
 from hf_dspark.modeling import SpeculationConfig
@@ -23,7 +24,7 @@ app = typer.Typer(add_completion=False)
 def generate(
     target: str = typer.Argument(..., help=f"Hub id or folder of the target; '{EMBEDDED}' is the demo's model."),
     prompt: str = typer.Argument(None, help="The prompt; '-' reads standard input."),
-    drafter: str = typer.Option(None, callback=check_drafter, help="Hub id or folder of a drafter; without, plain decoding."),
+    drafter: str = typer.Option(None, callback=check_drafter, help="Hub id or folder of a drafter, or 'none'; without, copies."),
     batch_file: Annotated[Path, typer.Option(exists=True, help="jsonl of `prompt`, `turns` or `messages`, not PROMPT.")] = None,
     out: Annotated[Path, typer.Option(help="Where the answers go, as they come; a second call goes on.")] = None,
     batch_size: int = typer.Option(1, help="Prompts of --batch-file decoded together."),
@@ -60,7 +61,7 @@ def generate(
     given = {k: v for k, v in given.items() if v is not None}
     SpeculationConfig(**given)  # a wrong knob is refused here, before anything is loaded
     model, tokenizer = load_target(target, dtype, device)
-    assistant = load_drafter(drafter, model) if drafter else None
+    assistant = choose_drafter(drafter, model)
     options = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0, "assistant_model": assistant}
     if repetition_penalty != 1.0:
         options["repetition_penalty"] = repetition_penalty
@@ -83,6 +84,13 @@ def generate(
         settings = {"target": target, "drafter": drafter, "seed": seed, "chat": chat, "thinking": thinking, "system": system}
         settings |= {k: v for k, v in options.items() if k not in ("assistant_model", "speculation")}
         _many(model, tokenizer, ids_of, batch_file, out, batch_size, options, settings)
+
+
+def choose_drafter(name: str | None, target):
+    """The drafter that was asked for, None for 'none', and without a wish drafts copied from the text, which need no weights."""
+    if name == "none":
+        return None
+    return load_drafter(name, target) if name else CopyDrafter()
 
 
 def number_in(text: str | None) -> float | str | None:

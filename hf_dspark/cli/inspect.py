@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from hf_dspark.decoding.outputs import describe_sources
 from hf_dspark.evaluation.exactness import check_exactness
 from hf_dspark.evaluation.inspection import describe, diagnose
 from hf_dspark.evaluation.prompts import read_prompts, render
@@ -58,6 +59,7 @@ def inspect(
             task = bar.add_task("comparing texts", total=len(ids))
             report = check_exactness(model, assistant, ids, max_new_tokens, progress=lambda i: bar.update(task, completed=i))
         _print_exactness(report, tokenizer)
+        say(f"Rounds of the last text: {describe_sources(assistant.last_speculation.by_source)}.", "dim")
     if found.verdict != "fits" or (check and report.verdict == "different"):
         raise typer.Exit(1)
 

@@ -43,7 +43,7 @@ def check_drafter(name: str | None) -> str | None:
     """The callback of every option that names a drafter: a path that leads nowhere is refused before anything is loaded."""
     from hf_dspark.hub.checkpoint import check_place
 
-    if name is not None:
+    if name not in (None, "none"):
         check_place(name)
     return name
 

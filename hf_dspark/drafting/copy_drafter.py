@@ -47,6 +47,8 @@ class CopyDrafter:
             confidence_temperatures=None,
             survival_model=None,
             trained_length=None,
+            enable_thinking=None,
+            template_hash=None,
             is_encoder_decoder=False,
         )
 

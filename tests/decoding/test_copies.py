@@ -4,21 +4,26 @@ import copy
 import functools
 import itertools
 import math
+import pickle
 import random
+from dataclasses import replace
 
 import golden
 import pytest
 import tiny
 import torch
 from tiny import generated
-from transformers import TextGenerationPipeline, TextIteratorStreamer
+from transformers import TextIteratorStreamer
 
-from hf_dspark import AutoDrafter, CopyDrafter, CopyMemory, SpeculationConfig, keyed_processors
+from hf_dspark import AutoDrafter, CopyDrafter, CopyMemory, SpeculationConfig, SpeculationStats, keyed_processors
 from hf_dspark.decoding.generate import listening
 from hf_dspark.drafting.copies import offers, with_copies
 from hf_dspark.drafting.copying import CopyIndex
 from hf_dspark.drafting.draft import Draft
-from hf_dspark.scheduling.policy import Policy
+from hf_dspark.evaluation import metrics
+from hf_dspark.evaluation.record import confidence_data, gate_data, record, threshold_sweep
+from hf_dspark.evaluation.replay import Costs
+from hf_dspark.scheduling.policy import AutoGate, Policy
 
 
 class Chance(Policy):
@@ -295,6 +300,68 @@ def test_a_saved_memory_proposes_what_it_did(llama, tmp_path):
         run(llama, one)
     assert again.last_speculation.acceptance_lengths == drafter.last_speculation.acceptance_lengths
     assert again.last_speculation.tau > 2
+
+
+# ---------------------------------------------------------------------- who learns from what
+
+
+def test_copied_rounds_teach_the_drafters_history_confidence_gate_and_times_nothing():
+    policy = Policy(3, 2)
+    AutoGate(policy)
+    policy.begin(2, 0.0)
+    tokens = torch.zeros(2, 3, dtype=torch.long)
+    both = replace(draft_of(2, tokens, [3, 3]), sources=["drafter", "copy"], matches=[0, 9], lengths=[3, 3])
+    taught = Policy(3, 2)
+    AutoGate(taught)
+    taught.begin(2, 0.0)
+    for one, draft, verified, accepted in (
+        (policy, both, [3, 3], [1, 3]),
+        (taught, replace(draft_of(1, tokens[:1], [3])), [3], [1]),
+    ):
+        one.prune(draft)
+        one.observe(draft, verified, accepted, 4, 0.01, 0.05)
+    for part in (lambda p: p.throttle.history, lambda p: p.correction):
+        assert pickle.dumps(part(policy)) == pickle.dumps(part(taught))
+    copied = replace(both, sources=["copy", "memory"], matches=[9, 9])
+    before = [pickle.dumps(part) for part in (policy.throttle, policy.correction, policy.gate)], policy._tokens
+    policy.begin(2, 0.0)
+    policy.prune(copied)
+    policy.observe(copied, [3, 3], [3, 0], 4, 0.0, 0.05)
+    cost, policy.throttle.cost = policy.throttle.cost, policy.throttle.cost
+    after = [pickle.dumps(part) for part in (policy.correction, policy.gate)], policy._tokens
+    assert after == (before[0][1:], before[1])
+    assert pickle.dumps(policy.throttle.history) == pickle.dumps(taught.throttle.history)
+    assert cost.draft_stages() == 1
+
+
+def test_statistics_of_single_drafts_leave_copies_out_and_sources_are_told_apart():
+    stats = SpeculationStats.empty(1)
+    for emitted, verified, accepted, source in ((2, 3, 1, "drafter"), (1, 3, 0, "drafter"), (5, 4, 4, "copy"), (1, 0, 0, "none")):
+        stats.add(0, emitted, verified, accepted, 1, source)
+    assert stats.conditional_acceptance[:2] == [0.5, 0.0]
+    assert stats.by_source["copy"] == {"rounds": 1, "emitted": 5, "verified": 4, "accepted": 4}
+    assert "(drafter 2 rounds of 1.50 tokens, copy 1 round of 5.00 tokens, plain 1 round of 1.00 tokens)" in repr(stats)
+    (rounds,) = metrics.responses_of(stats)
+    assert metrics.by_source(rounds) == stats.by_source
+    summary = metrics.summary([rounds], block=3)
+    assert summary["conditional_acceptance"] == metrics.conditional_acceptance(rounds[:2])
+    assert summary["sources"] == stats.by_source and summary["tau"] == 9 / 4
+
+
+def test_recorded_copies_are_no_data_for_calibration_gates_and_thresholds(llama):
+    drafter = tiny.make_drafter(llama.target)
+    drafter.copy_memory = remembered(llama.texts)
+    with record(drafter, policy=Chance(3, drafter.config.max_block)) as recorder:
+        llama.target.generate(
+            **llama.padded(), assistant_model=drafter, max_new_tokens=tiny.NEW, do_sample=False,
+            speculation=SpeculationConfig(copy="auto"),
+        )  # fmt: skip
+    mine = [r for r in recorder.rounds if r.source == "drafter"]
+    assert {"memory", "drafter"} <= {r.source for r in recorder.rounds}
+    assert len(confidence_data(recorder.rounds).logits) == sum(r.drafted > 0 for r in mine)
+    assert threshold_sweep(recorder.rounds) == threshold_sweep([r for r in recorder.rounds if r in mine or not r.drafted])
+    assert gate_data(recorder.rounds) == gate_data(mine)
+    assert Costs.measured(recorder.rounds).draft == Costs.measured(mine).draft
 
 
 # ---------------------------------------------------------------------- copies in a draft
