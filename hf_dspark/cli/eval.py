@@ -37,7 +37,7 @@ def evaluate(
     prompts: Annotated[list[Path], typer.Option(exists=True, help="jsonl of `turns`, `messages` or `prompt`; repeats.")] = ...,
     drafter: str = typer.Option(None, callback=check_drafter, help="Hub id or folder of a drafter."),
     methods: str = typer.Option("plain,lookup,own", help="Of plain, lookup, copy, stock, own and own+copy, with commas."),
-    setting: Annotated[list[str], typer.Option(help="Knobs for own, own+copy and stock, e.g. 'num_draft_tokens=3'; repeatable.")] = (),
+    setting: Annotated[list[str], typer.Option(help="Knobs for own, own+copy, stock, e.g. 'num_draft_tokens=3'; repeats.")] = (),
     temperature: Annotated[list[float], typer.Option(help="0 is greedy; repeatable.")] = (0.0,),
     top_k: int = typer.Option(0, help="When sampling; 0 is off."),
     top_p: float = typer.Option(1.0, help="When sampling; 1 is off."),

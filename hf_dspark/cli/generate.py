@@ -24,7 +24,7 @@ app = typer.Typer(add_completion=False)
 def generate(
     target: str = typer.Argument(..., help=f"Hub id or folder of the target; '{EMBEDDED}' is the demo's model."),
     prompt: str = typer.Argument(None, help="The prompt; '-' reads standard input."),
-    drafter: str = typer.Option(None, callback=check_drafter, help="Hub id or folder of a drafter, or 'none'; without, copies."),
+    drafter: str = typer.Option(None, callback=check_drafter, help="Folder or Hub id of a drafter, or 'none'; else copies."),
     batch_file: Annotated[Path, typer.Option(exists=True, help="jsonl of `prompt`, `turns` or `messages`, not PROMPT.")] = None,
     out: Annotated[Path, typer.Option(help="Where the answers go, as they come; a second call goes on.")] = None,
     batch_size: int = typer.Option(1, help="Prompts of --batch-file decoded together."),
@@ -87,7 +87,7 @@ def generate(
 
 
 def choose_drafter(name: str | None, target):
-    """The drafter that was asked for, None for 'none', and without a wish drafts copied from the text, which need no weights."""
+    """The drafter that was asked for, None for 'none', else copies of the text, which need no weights."""
     if name == "none":
         return None
     return load_drafter(name, target) if name else CopyDrafter()

@@ -126,8 +126,8 @@ class Batch:
 
     Args:
         requests: one per row. cache: the target's, with some first tokens of each prompt already (usually none).
-        proposer: the drafter's context of the same tokens. device: of the token buffer. copying: the shortest match that texts are copied at;
-            None never copies.
+        proposer: the drafter's context of the same tokens. device: of the token buffer.
+        copying: the shortest match that texts are copied at; None never copies.
     """
 
     def __init__(self, requests: list[Request], cache: TargetCache, proposer: Proposer, device, copying: int | None = None):

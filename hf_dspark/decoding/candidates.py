@@ -103,8 +103,8 @@ def check_stock(speculation: SpeculationConfig, rows: int, given_cache, do_sampl
         raise ValueError(f"engine='stock' has no block verification: set verification='ratio' or 'match', or {way_out}")
     if speculation.copy is not None:
         raise ValueError(
-            f"engine='stock' asks the drafter alone and copies nothing, and copy={speculation.copy!r} was set: set copy=None, or "
-            f"{way_out} Without a drafter, transformers' own copies are generate(prompt_lookup_num_tokens=...)."
+            f"engine='stock' asks the drafter alone and copies nothing, and copy={speculation.copy!r} was set: set copy=None, "
+            f"or {way_out} Without a drafter, transformers' own copies are generate(prompt_lookup_num_tokens=...)."
         )
     if speculation.scheduler is not None or speculation.loop_gate == "auto":
         raise ValueError(f"engine='stock' measures nothing, so scheduler and loop_gate can't be 'auto': set them, or {way_out}")

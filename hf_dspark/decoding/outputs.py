@@ -5,7 +5,6 @@ from dataclasses import dataclass, field, fields
 import torch
 from transformers.generation import GenerateDecoderOnlyOutput
 
-
 COPIED = ("copy", "memory")  # sources of drafts that no drafter made
 
 
@@ -23,8 +22,8 @@ class SpeculationStats:
     """What was drafted, accepted and spent, per output row and round. The prefill is no round.
 
     `acceptance_lengths[row][round]` tokens emitted (bonus included), `draft_lengths` drafts verified, `accepted_lengths`
-    drafts accepted, `draft_stages` drafting stages, `sources` where its drafts came from ("drafter", "copy", "memory", "tree", or
-    "none" for a plain step). A round cut by a stop token or the budget counts what it emitted, and as
+    drafts accepted, `draft_stages` drafting stages, `sources` where its drafts came from ("drafter", "copy", "memory", "tree",
+    or "none" for a plain step). A round cut by a stop token or the budget counts what it emitted, and as
     verified only what came before the cut. Seconds: `draft_seconds` (drafting and extending its context), `verify_seconds`
     (target forwards of rounds), `prefill_seconds`, `overhead_seconds` (the rest of the rounds).
     """

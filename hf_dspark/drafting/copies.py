@@ -1,4 +1,4 @@
-"""Copies in the place of drafts: what each row's text and the shared memory offer, and one draft made of them and the drafter's."""
+"""Copies in the place of drafts: what each row's text and the shared memory offer, and a draft of them and the drafter's."""
 
 from dataclasses import replace
 

@@ -18,8 +18,8 @@ class CopyDrafter:
 
     Args:
         memory ([`CopyMemory`], *optional*): texts of other calls and documents of your own to copy from, too.
-        speculation ([`SpeculationConfig`], *optional*): default knobs of its calls. By default `copy="auto"`: copies are verified
-            where they are expected to gain time.
+        speculation ([`SpeculationConfig`], *optional*): default knobs of its calls. By default `copy="auto"`: copies are
+            verified where they are expected to gain time.
 
     Raises:
         ValueError: `speculation` without `copy`, which leaves nothing to draft.
@@ -32,7 +32,8 @@ class CopyDrafter:
         self.speculation = speculation or SpeculationConfig(copy="auto")
         if self.speculation.copy is None:
             raise ValueError(
-                "CopyDrafter got a speculation with copy=None, and copies are all it drafts: set copy='auto', or a number of tokens."
+                "CopyDrafter got a speculation with copy=None, and copies are all it drafts: set copy='auto', or a number of "
+                "tokens."
             )
         self.copy_memory = memory
         self.last_speculation = None

@@ -223,7 +223,8 @@ def speedup(baseline: Sequence[float], method: Sequence[float], samples: int = 2
 
 
 def summary(responses: Sequence[list[Round]], block: int | None = None) -> dict:
-    """Everything above that needs only rounds, by name, what tells of single drafts without copies; `block` (drafts of a whole stage) adds the full acceptance."""
+    """Everything above that needs only rounds, by name; `block` (drafts of a whole stage) adds the full acceptance. What tells of
+    single drafts leaves copies out."""
     rounds = pooled(responses)
     out = {
         "rounds": len(rounds),

@@ -23,8 +23,8 @@ class RoundLog:
 
     `drafted` drafts verified and `accepted` of them, before the commit cut anything off; `emitted` tokens that became output;
     `log_q` and `confidence` [drafted]: temperature-1 log-probabilities and raw confidence logits (None without a head);
-    `features` [drafted][5] of `scheduling.headless` if recorded; `source` of the drafts. Seconds are those of all `rows` rows together, `fed` is
-    what the target read of each.
+    `features` [drafted][5] of `scheduling.headless` if recorded; `source` of the drafts. Seconds are
+    those of all `rows` rows together, `fed` is what the target read of each.
     """
 
     row: int
