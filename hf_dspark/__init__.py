@@ -8,6 +8,7 @@ if (_root / "modeling" / "__init__.py").exists() and not (_root / "hf_dspark" / 
     __path__.append(str(_root))
 
 from .auto import AutoDrafter  # noqa: E402
+from .decoding.engine import EngineRequest, EngineResult, SpeculativeEngine  # noqa: E402
 from .decoding.hook import attach, install, uninstall  # noqa: E402
 from .decoding.outputs import SpeculationStats  # noqa: E402
 from .drafting.copy_drafter import CopyDrafter  # noqa: E402
@@ -25,8 +26,11 @@ __all__ = [
     "DSparkDrafter",
     "Eagle3Config",
     "Eagle3Drafter",
+    "EngineRequest",
+    "EngineResult",
     "SpeculationConfig",
     "SpeculationStats",
+    "SpeculativeEngine",
     "__version__",
     "attach",
     "install",

@@ -24,6 +24,10 @@ from .target import Target
 logger = logging.get_logger("hf_dspark")
 
 
+class Cancelled(Exception):
+    """A request was taken out before its end."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Round:
     """What an observer is shown after each round. Entry i of every list is the row of `commits[i]`; the seconds are those of
@@ -80,6 +84,18 @@ class DecodeLoop:
         """
         flags = requests[0].outputs.flags
         self.coming.append(Prefill(self.target, self._batch(requests, cache), self.prefill_chunk, flags))
+
+    def cancel(self, key) -> bool:
+        """Take the row of this key out, wherever it is; whether there was one."""
+        for batch in (self.batch, *(p.batch for p in self.coming)):
+            rows = [i for i, row in enumerate(batch.rows) if row.request.key == key]
+            if rows and batch is self.batch:
+                batch.retire(rows)
+            for i in rows if batch is not self.batch else ():
+                batch.rows[i].error = Cancelled(f"request {key!r} was cancelled")  # it leaves once the prompts are read
+            if rows:
+                return True
+        return False
 
     def step(self) -> list[Commit]:
         """Read a chunk of the prompts that wait, and run a round of the rows that were at work; what became output."""
