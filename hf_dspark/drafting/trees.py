@@ -162,7 +162,7 @@ def dartree(
         draw_one, draw = draw, lambda log_q, depth, count: draw_one(log_q[0], depth, count)[None]
     logits = base_logits[None] if single else base_logits
     levels = list(_dar_levels(logits, step, budget, width, candidates, fixed, prefix_len, draw))
-    trees = [_finish(tree, budget, 0.0 if fixed else depth_bonus, full_depth) for tree in _supertrees(levels, logits.shape[0])]
+    trees = [_finish(tree, budget, depth_bonus, full_depth) for tree in _supertrees(levels, logits.shape[0])]
     return trees[0] if single else pad(trees)
 
 

@@ -14,40 +14,45 @@ from dataclasses import dataclass
 import torch
 
 from .chain import Noise, acceptance, residual
-from .noise import check_possible, gumbel, uniforms
+from .noise import uniforms
 
 
 @dataclass(frozen=True)
 class TreeVerdict:
-    """`paths[r]`: row r's accepted nodes, from the anchor's child on. `next_token` [A] (host): the target's token after."""
+    """What is accepted of each row's tree.
 
-    paths: list[list[int]]
+    Args:
+        accepted ([A], int64): accepted drafts.
+        next_token ([A], int64): the target's token after them.
+        possible ([A], bool): whether that token could be drawn; where processors left nothing, `next_token` means nothing.
+        path ([A, D], int64): the accepted nodes, from the anchor's child on, then -1.
+    """
+
+    accepted: torch.Tensor
     next_token: torch.Tensor
+    possible: torch.Tensor
+    path: torch.Tensor
 
     @property
-    def accepted(self) -> torch.Tensor:
-        """[A] accepted drafts of each row."""
-        return torch.tensor([len(path) for path in self.paths], dtype=torch.long)
+    def paths(self) -> list[list[int]]:
+        """The accepted nodes of each row."""
+        return [[node for node in row if node >= 0] for row in self.path.tolist()]
 
 
 class TreeNoise(Noise):
     """`Noise` that also tells siblings and cousins apart. With slot 0 it is the noise of a chain."""
 
-    def _slots(self, rows, i, slots, domain, size, device) -> dict:
-        start = [self.indices[r] for r in rows]
-        return dict(
-            seed=self.seed,
-            streams=[self.streams[r] for r in rows],
-            indices=[n + i for n in start],
-            domain=domain,
-            size=size,
-            device=device,
-            rounds=[n + (slot << 32) for n, slot in zip(start, slots)],  # an index of a token stays below 2^32
-        )
+    def _uniforms(self, rows, i, slots, domain, size, device) -> torch.Tensor:
+        start = [int(self.indices[r]) for r in rows]
+        streams = [int(self.streams[r]) for r in rows]
+        rounds = [n + (slot << 32) for n, slot in zip(start, slots)]  # a token's index stays below 2^32
+        return uniforms(self.seed, streams, [n + i for n in start], domain, size, device, rounds)
 
-    def coin(self, rows: list[int], i: int, device, slot: int = 0) -> torch.Tensor:
+    def coin(self, rows, i, device, slot: int = 0) -> torch.Tensor:
         """Uniforms [R] for accepting the child with number `slot` among its siblings, a draft at position i."""
-        return uniforms(**self._slots(rows, i, [slot] * len(rows), "coin", 1, device))[:, 0]
+        if slot == 0:
+            return super().coin(rows, i, device)
+        return self._uniforms(rows, i, [slot] * len(rows), "coin", 1, device)[:, 0]
 
     def children(self, log_q: torch.Tensor, row: int, i: int, count: int) -> torch.Tensor:
         """`count` children [F, count] of each of row `row`'s F nodes before position i, drawn without replacement.
@@ -56,8 +61,8 @@ class TreeNoise(Noise):
         after the other without replacement (arXiv 1903.06059, section 2.3).
         """
         F, V = log_q.shape
-        noise = gumbel(**self._slots([row] * F, i, list(range(F)), "draft", V, log_q.device))
-        return (log_q.double() + noise).topk(count, -1).indices
+        gumbel = -torch.log(-torch.log(self._uniforms([row] * F, i, range(F), "draft", V, log_q.device)))
+        return (log_q.to(gumbel.dtype) + gumbel).topk(count, -1).indices
 
 
 # ---------------------------------------------------------------------- structure
@@ -99,48 +104,48 @@ def verify_match(scores_at: Callable, tokens, parents, lengths: list[int], noise
     """
     children = children_of(tokens, parents, lengths)
 
-    def choose(nodes, rows, i):
-        scores = scores_at(nodes, rows)
+    def choose(scores, nodes, rows, i):
         chosen = (scores.argmax(-1) if noise is None else noise.sample(scores, rows, i)).tolist()
         return [(children[r].get(node, {}).get(token), token) for r, node, token in zip(rows, nodes, chosen)]
 
-    return _walk(len(lengths), choose)
+    return _walk(scores_at, choose, len(lengths), noise is not None)
 
 
-def verify_match_at_hand(scores: torch.Tensor, tokens, parents, lengths: list[int], noise: Noise | None) -> TreeVerdict:
-    """[`verify_match`] of scores [A, N + 1, V] that are all there, anchor first, with one copy to the host.
+def match_all(scores: torch.Tensor, tokens, parents, lengths: list[int], noise: Noise | None) -> TreeVerdict:
+    """[`verify_match`] of scores [A, N + 1, V] that are all there, anchor first: all on their device, without waiting for it.
 
     It draws at every node, which an accelerator does at once; on the CPU the walk of `verify_match` costs less.
     """
     A, N = tokens.shape
-    device = scores.device
-    inside = torch.arange(N + 1) <= torch.tensor(lengths)[:, None]
-    chosen = _draws(scores, inside, depths(parents), noise)
-    seen = ancestors(parents).to(device)
-    above = (parents + 1).to(device)
-    hit = (tokens.to(device) == chosen.gather(1, above)) & inside[:, 1:].to(device)
+    device, depth = scores.device, depths(parents)
+    inside = torch.arange(N + 1) <= torch.tensor(lengths, dtype=torch.long)[:, None]
+    chosen, able = _draws(scores, inside, depth, noise)
+    above, seen = (parents + 1).to(device), ancestors(parents).to(device)
+    hit = (tokens.to(device) == chosen.gather(1, above)) & able.gather(1, above) & inside[:, 1:].to(device)
     alive = ~(seen[:, 1:, 1:] & ~hit[:, None]).any(-1)
-    last = (alive * torch.arange(1, N + 1, device=device)).amax(1, keepdim=True) if N else above.new_zeros(A, 1)
-    *paths, following = torch.cat([alive.long(), chosen.gather(1, last)], 1).T.tolist()
-    paths = [[node for node in range(N) if paths[node][r]] for r in range(A)]
-    if -1 in following:
-        r = following.index(-1)
-        check_possible(scores[r, (paths[r] or [-1])[-1] + 1][None])
-    return TreeVerdict(paths, torch.tensor(following, dtype=torch.long))
+    node = torch.arange(N, device=device)
+    path = torch.where(alive, node, N).sort(-1).values[:, : int(depth.max())]
+    last = torch.where(alive, node + 1, 0).amax(1, keepdim=True) if N else above.new_zeros(A, 1)
+    following, able = chosen.gather(1, last)[:, 0], able.gather(1, last)[:, 0]
+    return TreeVerdict(alive.sum(1), following, able, torch.where(path < N, path, -1))
 
 
-def _draws(scores, inside, depth, noise) -> torch.Tensor:
-    """The target's token [A, N + 1] behind every node; -1 where no token is possible."""
+def _draws(scores, inside, depth, noise) -> tuple[torch.Tensor, torch.Tensor]:
+    """The target's token [A, N + 1] behind every node, and whether there is one."""
     if noise is None:
-        return scores.argmax(-1)
-    possible = torch.isfinite(scores.amax(-1))  # a node off the path may be hopeless without harm
-    scores = torch.where(possible[..., None], scores, 0.0)
+        return scores.argmax(-1), torch.ones_like(scores[..., 0], dtype=torch.bool)
+    able = _possible(scores)
+    scores = torch.where(able[..., None], scores, 0.0)  # a node off the path may be hopeless without harm
     chosen = torch.zeros(scores.shape[:2], dtype=torch.long, device=scores.device)
     for i in range(int(depth.max()) + 1):
         rows, nodes = ((depth == i) & inside).nonzero(as_tuple=True)
         if len(rows):
             chosen[rows, nodes] = noise.sample(scores[rows, nodes], rows.tolist(), i)
-    return torch.where(possible, chosen, -1)
+    return chosen, able
+
+
+def _possible(scores: torch.Tensor) -> torch.Tensor:
+    return scores.amax(-1).isfinite()
 
 
 # ---------------------------------------------------------------------- recursive rejection
@@ -164,26 +169,23 @@ def verify_ratio(
     """
     children = children_of(tokens, parents, lengths)
 
-    def choose(nodes, rows, i):
-        scores = scores_at(nodes, rows)
+    def choose(scores, nodes, rows, i):
         kids = [children[r].get(node, {}) for r, node in zip(rows, nodes)]
         out: list = [None] * len(rows)
-        inner = [j for j, kid in enumerate(kids) if kid]
         leaves = [j for j, kid in enumerate(kids) if not kid]
         if leaves:
             drawn = noise.sample(scores[leaves], [rows[j] for j in leaves], i).tolist()
             for j, token in zip(leaves, drawn):
                 out[j] = None, token
+        inner = [j for j, kid in enumerate(kids) if kid]
         if inner:
-            at = [nodes[j] for j in inner], [rows[j] for j in inner]
-            check_possible(scores[inner])
-            p = scores[inner].softmax(-1)
-            q = None if q_at is None else q_at(*at).to(p.device)
-            for j, judged in zip(inner, judge_children(p, q, [kids[j] for j in inner], at[1], i, noise)):
+            p, at = scores[inner].softmax(-1), [rows[j] for j in inner]
+            q = None if q_at is None else q_at([nodes[j] for j in inner], at).to(p.device)
+            for j, judged in zip(inner, judge_children(p, q, [kids[j] for j in inner], at, i, noise)):
                 out[j] = judged
         return out
 
-    return _walk(len(lengths), choose)
+    return _walk(scores_at, choose, len(lengths), True)
 
 
 def judge_children(p, q, kids: list[dict], rows: list[int], i: int, noise: TreeNoise) -> list[tuple[int | None, int]]:
@@ -234,16 +236,34 @@ def children_of(tokens, parents, lengths: list[int]) -> list[dict[int, dict[int,
     return out
 
 
-def _walk(rows: int, choose: Callable) -> TreeVerdict:
-    """Descend in all rows together. `choose(nodes, rows, depth)` gives each row's next node, or None, and its token."""
-    paths, following, alive, depth = [[] for _ in range(rows)], [0] * rows, list(range(rows)), 0
-    while alive:
-        nodes = [paths[r][-1] if paths[r] else -1 for r in alive]
+def _walk(scores_at: Callable, choose: Callable, count: int, draws: bool) -> TreeVerdict:
+    """Descend in all `count` rows together. `choose(scores, nodes, rows, depth)` gives each row's next node, or None, and its
+    token. A row that meets scores without any possible token ends there, if `draws` are made from them.
+    """
+    paths, following, able = [[] for _ in range(count)], [0] * count, [True] * count
+    rows, depth = list(range(count)), 0
+    while rows:
+        nodes = [paths[r][-1] if paths[r] else -1 for r in rows]
+        scores = scores_at(nodes, rows)
+        fine = _possible(scores).tolist() if draws else [True] * len(rows)
+        if not all(fine):
+            for r, has in zip(rows, fine):
+                able[r] = has
+            some = [j for j, has in enumerate(fine) if has]
+            scores, nodes, rows = scores[some], [nodes[j] for j in some], [rows[j] for j in some]
+        chosen = choose(scores, nodes, rows, depth) if rows else []
         moved = []
-        for r, (node, token) in zip(alive, choose(nodes, alive, depth)):
+        for r, (node, token) in zip(rows, chosen):
             following[r] = token
             if node is not None:
                 paths[r].append(node)
                 moved.append(r)
-        alive, depth = moved, depth + 1
-    return TreeVerdict(paths, torch.tensor(following, dtype=torch.long))
+        rows, depth = moved, depth + 1
+    deepest = max(map(len, paths), default=0)
+    padded = [path + [-1] * (deepest - len(path)) for path in paths]
+    return TreeVerdict(
+        torch.tensor([len(path) for path in paths], dtype=torch.long),
+        torch.tensor(following, dtype=torch.long),
+        torch.tensor(able, dtype=torch.bool),
+        torch.tensor(padded, dtype=torch.long).view(count, deepest),
+    )

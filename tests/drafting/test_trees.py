@@ -12,7 +12,7 @@ from tiny import make_drafter, make_eagle3, make_target
 
 from hf_dspark.drafting import trees
 from hf_dspark.drafting.trees import Tree
-from hf_dspark.verification.tree import verify_match, verify_match_at_hand
+from hf_dspark.verification.tree import match_all, verify_match
 
 DDTREE = ["tree-ddtree-b4", "tree-ddtree-b16", "tree-ddtree-b64", "tree-ddtree-ties"]
 JETSPEC = ["tree-jetspec-w4", "tree-jetspec-w7"]
@@ -61,7 +61,7 @@ def test_walks_of_the_references_come_out(name, i):
     for scores, path, token in walks:
         sizes = [tokens.shape[1]]
         lazy = verify_match(lambda nodes, rows: scores[[n + 1 for n in nodes]], tokens, parents, sizes, None)  # noqa: B023
-        for verdict in (lazy, verify_match_at_hand(scores[None], tokens, parents, sizes, None)):
+        for verdict in (lazy, match_all(scores[None], tokens, parents, sizes, None)):
             assert [0, *(node + 1 for node in verdict.paths[0])] == path
             assert verdict.next_token.tolist() == [token]
 

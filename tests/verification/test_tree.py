@@ -11,7 +11,7 @@ from hf_dspark.verification import chain
 from hf_dspark.verification import tree as verification
 from hf_dspark.verification.chain import Noise
 from hf_dspark.verification.noise import keyed_scores
-from hf_dspark.verification.tree import TreeNoise, verify_match, verify_match_at_hand, verify_ratio
+from hf_dspark.verification.tree import TreeNoise, match_all, verify_match, verify_ratio
 
 V = 5
 
@@ -92,7 +92,7 @@ def test_rounds_of_trees_write_the_text_of_keyed_sampling(seed):
         noise = None if seed is None else TreeNoise(seed, streams, [len(t) for t in texts])
         asked = Asked(target, texts, batch)
         verdict = verify_match(asked, batch.tokens, batch.parents, batch.lengths, noise)
-        at_hand = verify_match_at_hand(
+        at_hand = match_all(
             all_scores(target, texts, batch), batch.tokens, batch.parents, batch.lengths, noise
         )
         assert verdict.paths == at_hand.paths and torch.equal(verdict.next_token, at_hand.next_token)
@@ -110,18 +110,24 @@ def test_a_node_off_the_path_may_be_hopeless_but_not_one_on_it():
     noise = TreeNoise(0, [0], [0])
     token = int(noise.sample(scores[:, 0], [0], 0))
     scores[:, 2] = -torch.inf
-    off = verify_match_at_hand(scores, torch.tensor([[1 - (token == 1), 2]]), tree.parents, [2], noise)
+    off = match_all(scores, torch.tensor([[1 - (token == 1), 2]]), tree.parents, [2], noise)
     assert off.paths == [[]] and off.next_token.tolist() == [token]
+    assert off.possible.all()
     scores[:, 1] = -torch.inf
-    for verify in (verify_match_at_hand, lambda s, *rest: verify_match(lambda n, r: s[r, [x + 1 for x in n]], *rest)):
-        with pytest.raises(ValueError, match="no token possible"):
-            verify(scores, torch.tensor([[token, 2]]), tree.parents, [2], noise)
+    lazy = lambda scores, *rest: verify_match(lambda n, r: scores[r, [x + 1 for x in n]], *rest)  # noqa: E731
+    ratio = lambda scores, *rest: verify_ratio(lambda n, r: scores[r, [x + 1 for x in n]], *rest[:3], None, rest[3])  # noqa: E731
+    scores[:, 0, token] += 60  # accepted by any verifier
+    for verify in (match_all, lazy, ratio):
+        on = verify(scores, torch.tensor([[token, 2]]), tree.parents, [2], noise)
+        assert on.paths == [[0]] and on.possible.tolist() == [False]
+    nothing = scores[:, :1].clone().fill_(torch.nan)
+    assert not match_all(nothing, tree.tokens[:, :0], tree.parents[:, :0], [0], noise).possible
 
 
 @pytest.mark.parametrize("noise", [None, TreeNoise(1, [0, 1], [4, 4])])
 def test_rows_without_any_draft_get_the_targets_token(noise):
     scores, none = torch.randn(2, 1, V, generator=torch.Generator().manual_seed(6)), torch.zeros(2, 0, dtype=torch.long)
-    verdict = verify_match_at_hand(scores, none, none, [0, 0], noise)
+    verdict = match_all(scores, none, none, [0, 0], noise)
     expected = scores[:, 0].argmax(-1) if noise is None else noise.sample(scores[:, 0], [0, 1], 0)
     assert verdict.paths == [[], []] and torch.equal(verdict.next_token, expected)
     lazy = verify_match(lambda nodes, rows: scores[rows, 0], none, none, [0, 0], noise)
