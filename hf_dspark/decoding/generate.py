@@ -1,23 +1,41 @@
 """One generate call: what transformers prepared comes in, a [`DecodeLoop`] runs, the usual outputs go out."""
 
 import dataclasses
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from transformers.generation import GenerationMode
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
 from hf_dspark.modeling import SpeculationConfig
+from hf_dspark.verification.commit import check_criteria, own_criteria
 from hf_dspark.verification.probabilities import DEFAULTS, Scorer
 
+from .batch import Request, Settings
 from .cache import from_user_cache
 from .candidates import stock_generate
-from .loop import DecodeLoop, Request, Settings
-from .outputs import Recorder, SpeculationStats, SpeculativeOutput
-from .policy import policy_for
+from .costs import policy_for
+from .loop import DecodeLoop
+from .outputs import RowOutputs, SpeculationStats, SpeculativeOutput, stacked
 from .target import KNOWN_INPUTS, FeatureTap, Target, check_target_model
 
 # Renamed from past_key_values in transformers 5.24; the old name stays readable there.
 CACHE_FIELD = "cache" if "cache" in SpeculativeOutput.__dataclass_fields__ else "past_key_values"
+
+
+# What `listening` says to the calls inside it.
+_LISTENING: ContextVar[tuple] = ContextVar("listening", default=(None, None))
+
+
+@contextmanager
+def listening(observer=None, policy=None):
+    """Let every `generate` call in this block show its rounds to `observer` (a callable of a [`Round`]) and ask `policy`, instead
+    of the drafter's own, for what is set to "auto"."""
+    token = _LISTENING.set((observer, policy))
+    try:
+        yield
+    finally:
+        _LISTENING.reset(token)
 
 
 def check_call(target, drafter, mode, config, kwargs) -> None:
@@ -146,18 +164,47 @@ def _check_states(config, rows: int) -> None:
         )
 
 
-def _requests(input_ids, mask, config, device) -> tuple[list[Request], list[torch.Tensor]]:
+def _settings(config, speculation, ends, processors, columns, prompts) -> Settings:
+    return Settings(
+        do_sample=config.do_sample,
+        seed=torch.randint(2**62, ()).item() if speculation.seed is None else speculation.seed,
+        stop_ids=ends.stop_ids,
+        criteria=ends.criteria,
+        scorer=Scorer(
+            processors,
+            columns,
+            prompts,
+            keep_min_length=config.min_new_tokens is None,
+            lazy=not config.do_sample or speculation.verification != "block",
+        ),
+    )
+
+
+def _requests(input_ids, mask, processors, criteria, config, speculation) -> tuple[list[Request], list[torch.Tensor]]:
     """One request per row, without its pads, and the columns its prompt came from."""
-    budget = config.max_length - input_ids.shape[1]
-    requests, columns = [], []
-    for row in range(input_ids.shape[0]):
-        where = mask[row].nonzero()[:, 0]
+    ends = own_criteria(criteria, config)
+    check_criteria(ends.criteria, len(input_ids))
+    columns = [row.nonzero()[:, 0] for row in mask]
+    for row, where in enumerate(columns):
         if not len(where):
             raise ValueError(f"Row {row} of attention_mask is all zeros, an empty prompt: give it at least one token (bos).")
-        prompt = input_ids[row, where].to(device)
-        requests.append(Request(row, prompt, budget, input_ids[row].to(device)))
-        columns.append(where.cpu())
-    return requests, columns
+    prompts = [ids[where] for ids, where in zip(input_ids, columns)]
+    settings = _settings(config, speculation, ends, processors, list(input_ids), prompts)
+    budget = max(ends.max_length - input_ids.shape[1], 1)
+    requests = []
+    for row, (shown, prompt) in enumerate(zip(input_ids, prompts)):
+        request = Request(
+            key=row,
+            prompt=prompt.tolist(),
+            budget=budget,
+            settings=settings,
+            place=row,
+            stream=row,
+            shown=shown,
+            outputs=RowOutputs(config),
+        )
+        requests.append(request)
+    return requests, [where.cpu() for where in columns]
 
 
 @torch.no_grad()
@@ -202,42 +249,31 @@ def speculative_generate(
 
 def _run(target, drafter, tap, speculation, input_ids, mask, processors, criteria, config, streamer, model_kwargs):
     model = Target(target, tap)
-    requests, columns = _requests(input_ids, mask, config, model.device)
-    rows, given = len(requests), model_kwargs.get("cache", model_kwargs.get("past_key_values"))
-    cache = model.new_cache(rows) if given is None else from_user_cache(model.config, given, mask.bool())
-    pads = [input_ids.shape[1] - len(r.prompt) for r in requests]
-    seed = torch.randint(2**62, ()).item() if speculation.seed is None else speculation.seed
-    eos = getattr(config, "_eos_token_tensor", None)
-    settings = Settings(
-        do_sample=config.do_sample,
-        seed=seed,
-        stop_ids=frozenset() if eos is None else frozenset(eos.flatten().tolist()),
-        criteria=StoppingCriteriaList(c for c in criteria if not isinstance(c, MaxLengthCriteria | EosTokenCriteria)),
-        prefill_chunk=config.prefill_chunk_size,
+    requests, columns = _requests(
+        input_ids.to(model.device), mask.to(model.device), processors, criteria, config, speculation
     )
-    stats, recorder = SpeculationStats.empty(rows), Recorder(config, rows)
+    given = model_kwargs.get("cache", model_kwargs.get("past_key_values"))
     keep_cache = bool(config.return_dict_in_generate) or given is not None
-    scorer = Scorer(processors, pads, [r.prompt for r in requests], keep_min_length=config.min_new_tokens is None)
-    auto = speculation.scheduler is not None or speculation.loop_gate == "auto"
-    policy = policy_for(drafter, target, speculation) if auto else None
-    loop = DecodeLoop(model, drafter, speculation, settings, requests, cache, scorer, recorder, stats, keep_cache, policy)
+    observer, policy = _LISTENING.get()
+    if policy is None and (speculation.scheduler is not None or speculation.loop_gate == "auto"):
+        policy = policy_for(drafter, target, speculation)
+    loop = DecodeLoop(model, drafter, speculation, policy, observer, config.prefill_chunk_size, keep_cache)
+    loop.admit(requests, None if given is None else from_user_cache(model.config, given, mask.bool()))
     new: list[list[int]] = [[] for _ in requests]
-    for commits in loop.run():
-        for c in commits:
-            new[c.row].extend(c.tokens)
+    while loop.active:
+        for commit in loop.step():
+            new[commit.key].extend(commit.tokens)
             if streamer is not None:
-                streamer.put(torch.tensor([c.tokens]))
+                streamer.put(torch.tensor([commit.tokens]))
     if streamer is not None:
         streamer.end()
-    stats.notes += loop.proposer.notes()
-    if policy is not None:
-        stats.notes.append(policy.note())
-    drafter.last_speculation = stats
+    notes = loop.notes()
+    outputs = [r.outputs for r in requests]
+    stats = drafter.last_speculation = SpeculationStats.of(outputs, loop.seconds, notes)
     sequences = _sequences(input_ids, new, config)
     if not keep_cache:
         return sequences
-    cache = loop.final_cache()
-    width = input_ids.shape[1]
+    cache, width = loop.final_cache(), input_ids.shape[1]
     cache.columns = [torch.cat([c, torch.arange(width, width + len(t) - 1)]) for c, t in zip(columns, new)]
     if given is not None:
         cache.write_back(given)
@@ -246,9 +282,9 @@ def _run(target, drafter, tap, speculation, input_ids, mask, processors, criteri
         return sequences
     return SpeculativeOutput(
         sequences=sequences,
-        scores=recorder.stacked("scores"),
-        logits=recorder.stacked("logits"),
-        **{name: tuple(states) for name, states in recorder.states.items()},
+        scores=stacked(outputs, "scores"),
+        logits=stacked(outputs, "logits"),
+        **{name: tuple(states) for name, states in outputs[0].states.items()},
         speculation=stats,
         **{CACHE_FIELD: cache},
     )

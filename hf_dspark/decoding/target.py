@@ -1,6 +1,7 @@
 """The target model: its decoder layers, the features tapped from them, and one forward with a ragged cache."""
 
 import inspect
+import math
 from threading import get_ident
 
 import torch
@@ -110,6 +111,11 @@ class Target:
         self.cache_name = "cache" if "cache" in parameters else "past_key_values"
         self.keeps_logits = "logits_to_keep" in parameters
 
+    def room(self, n: int) -> float:
+        """Drafts that fit behind `n` tokens before the target's last position; unlimited where the text is past it already."""
+        limit = getattr(self.config, "max_position_embeddings", None) or 0
+        return limit - n if limit >= n else math.inf
+
     def new_cache(self, rows: int) -> TargetCache:
         return TargetCache(self.config, rows)
 
@@ -136,7 +142,7 @@ class Target:
             with torch.no_grad():
                 out = self.model(**inputs, return_dict=True)
         finally:
-            cache.slots = None
+            cache.settle()
         if len(cache.layers) != self.config.num_hidden_layers:
             raise ValueError(LOOPED)
         if not self.keeps_logits and not isinstance(keep, int):

@@ -52,7 +52,7 @@ def spy(monkeypatch):
                 Seen(
                     anchors[i],
                     draft.tokens[i, :n].tolist(),
-                    None if conf is None else conf[i, : n + 1].tolist(),
+                    None if conf is None else conf[i, : n + 1].sigmoid().tolist(),
                     draft.log_q[i, :n].tolist(),
                     torch.stack([x[i] for x in logits if len(x) == len(context.rows)][:n]) if n else torch.empty(0),
                     room[i],

@@ -4,21 +4,16 @@ Decisions use past rounds, measured seconds, and confidences of earlier drafts o
 on timings, so under `ratio` and `block` the tokens (not their distribution) differ from run to run.
 """
 
-import os
 from collections import Counter, deque
-from pathlib import Path
 from statistics import median
-from weakref import WeakKeyDictionary
 
 import torch
 
-from hf_dspark.drafting.proposer import Draft
-from hf_dspark.scheduling.correction import Correction
-from hf_dspark.scheduling.cost import GENERIC, CostTable, LatencyCurve, OnlineCost, machine_key
-from hf_dspark.scheduling.gate import OnlineGate
-from hf_dspark.scheduling.headless import predict_confidence, step_features
-from hf_dspark.scheduling.prefix import lookahead
-from hf_dspark.scheduling.throttle import DraftThrottle
+from .correction import Correction
+from .cost import GENERIC, CostTable, LatencyCurve, OnlineCost
+from .gate import OnlineGate
+from .prefix import lookahead
+from .throttle import DraftThrottle
 
 
 class StaticGate:
@@ -72,7 +67,7 @@ class Policy:
         self.gate = OnlineGate(max_stages)
         self.correction = Correction(block * max_stages)
         self.recursive, self.confident = recursive, False
-        self._told: list[list[float]] | None = None  # corrected chances of this round's drafts
+        self._chances: list[list[float]] | None = None  # corrected chances of this round's drafts
         self.rounds = self.plain_rounds = self.looped_rounds = 0
         self.rows, self.context = 1, 0.0
         self._plain: Counter[int] = Counter()  # plain steps by number of rows
@@ -82,7 +77,7 @@ class Policy:
 
     def begin(self, rows: int, context: float) -> None:
         """A round of `rows` active rows with `context` tokens on average."""
-        self.rows, self.context, self._told = rows, context, None
+        self.rows, self.context, self._chances = rows, context, None
         self.rounds += 1
 
     # ------------------------------------------------------------------ decisions
@@ -96,7 +91,7 @@ class Policy:
         self.plain_rounds += planned == 0
         return planned
 
-    def prune(self, draft: Draft) -> list[int]:
+    def prune(self, draft) -> list[int]:
         """Drafts to verify of each row, [A], by [`lookahead`] over its confidences, corrected by what became of earlier ones: a
         head that is sure of too much wastes verifications, one that doubts too much throws drafts away, and neither would ever
         show. The draft's own time is spent by now and does not count."""
@@ -105,7 +100,7 @@ class Policy:
         self.confident = True
         chances, past = self.correction(draft.confidence), self.throttle.history.conditional()
         past = (past + past[-1:] * draft.tokens.shape[1])[: -(-draft.tokens.shape[1] // self.block) * self.block]
-        self._told = [row[:n] or [0.0] for row, n in zip(chances.tolist(), draft.lengths)]  # nothing offered gains nothing
+        self._chances = [row[:n] or [0.0] for row, n in zip(chances.tolist(), draft.lengths)]  # nothing offered gains nothing
         curve = self.cost.curve(self.rows, self.context, stages=0).isotonic()
         rate, offered = self.throttle.rate(self.rows, self.context), torch.tensor(draft.lengths)
         length = lookahead(chances, past, curve, rate, offered, draft.room, self.block)
@@ -166,7 +161,7 @@ class Policy:
 
     # ------------------------------------------------------------------ measurements
 
-    def observe(self, draft: Draft, verified: list[int], accepted: list[int], fed: int, draft_seconds, verify_seconds) -> None:
+    def observe(self, draft, verified: list[int], accepted: list[int], fed: int, draft_seconds, verify_seconds) -> None:
         """Learn from a round: `verified`, `accepted` [A] drafts; the target was fed `fed` tokens per row."""
         drafted, stages = draft.tokens.shape[1], max(draft.stages, default=1)
         self.cost.record_verify(verify_seconds, self.rows * fed, self.rows, self.context)
@@ -175,9 +170,9 @@ class Policy:
         else:
             self._observe_draft_time(draft_seconds, stages, min(drafted, self.block))
             self.looped_rounds += stages > 1
-            if self._told is not None:
+            if self._chances is not None:
                 self.correction.observe(draft.confidence, verified, accepted)
-                self.throttle.history.expect(self._told)
+                self.throttle.history.expect(self._chances)
             else:
                 self.throttle.observe(accepted, verified)
         if self.loops:
@@ -230,46 +225,7 @@ class Policy:
         return text
 
 
-def stage_scores(draft: Draft, block: int) -> torch.Tensor | None:
+def stage_scores(draft, block: int) -> torch.Tensor | None:
     """Summed log-probability [A, S] of every whole stage, None without one."""
     whole = draft.log_q.shape[1] // block if block else 0
     return draft.log_q[:, : whole * block].unflatten(1, (whole, block)).sum(-1) if whole else None
-
-
-def survival_estimate(drafter):
-    """`estimate(log_probs, before, k)` of a calibrated drafter without a confidence head (`config.survival_model`), or None."""
-    model = getattr(drafter.config, "survival_model", None)
-    if model is None or getattr(drafter.config, "confidence_head", False):
-        return None
-    return lambda log_probs, before, k: predict_confidence(model, step_features(log_probs, before)[:, None], k)[:, 0]
-
-
-_POLICIES: WeakKeyDictionary = WeakKeyDictionary()
-
-
-def policy_for(drafter, target, speculation) -> Policy:
-    """The drafter's policy on this target, made on first use; `drafter.policy`, where one is set, stands in for it."""
-    given = getattr(drafter, "policy", None)
-    if given is not None:
-        return given
-    recursive, asked = drafter.config.model_type == "hf_eagle3", speculation.num_draft_tokens
-    longest = drafter.config.max_block
-    block = longest if asked is None else asked if recursive else min(asked, longest)
-    policies = _POLICIES.setdefault(drafter, WeakKeyDictionary()).setdefault(target, {})
-    key = block, str(target.dtype), speculation.max_draft_stages
-    if key not in policies:
-        table = profile_path(drafter, target)
-        prior = CostTable.load(table) if table.exists() else None
-        policies[key] = Policy(block, speculation.max_draft_stages, prior, recursive)
-    return policies[key]
-
-
-def profile_path(drafter, target) -> Path:
-    """Where this machine's measured costs of the pair are kept (written by `hf-dspark profile`)."""
-    from huggingface_hub import constants
-
-    name = f"{target.config.name_or_path or type(target).__name__}+{drafter.config.name_or_path or type(drafter).__name__}"
-    key = machine_key(name, target.dtype, str(target.device))
-    home = Path(os.environ.get("HF_DSPARK_CACHE", Path(constants.HF_HOME) / "hf_dspark"))
-    safe = "".join(c if c.isalnum() or c in "-.+" else "_" for c in "-".join(map(str, key.values())))
-    return home / "profiles" / f"{safe[-150:]}.json"
