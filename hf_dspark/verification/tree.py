@@ -268,8 +268,10 @@ def _at(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
 
 
 def _walk(scores_at: Callable, choose: Callable, tokens: torch.Tensor, draws: bool) -> Verdict:
-    """Descend in all rows of `tokens` [A, N] together. `choose(scores, nodes, rows, depth)` gives each row's next node, or None,
-    and its token. A row that meets scores without any possible token ends there, if `draws` are made from them.
+    """Descend in all rows of `tokens` [A, N] together.
+
+    `choose(scores, nodes, rows, depth)` gives each row's next node, or None, and its token. A row that meets scores without
+    any possible token ends there, if `draws` are made from them.
     """
     count = len(tokens)
     paths, following, able = [[] for _ in range(count)], [0] * count, [True] * count
