@@ -263,9 +263,9 @@ def head_step(drafter, state, anchor: torch.Tensor) -> Callable:
         memory = select_memory(memory, rows)
         if depth == 0 and state.first is not None and getattr(head, "kind", None) == "rnn":
             _, memory = head.step(memory, prev, state.first, drafter.embed)
-        bias, memory = head.step(memory, prev, state.hidden[:, depth].repeat_interleave(F, 0), drafter.embed)
-        bias = bias.unflatten(0, (-1, F)).gather(2, candidates[:, None].expand(-1, F, -1))
-        return logits + bias.to(logits.dtype), memory
+        hidden, ids = state.hidden[:, depth].repeat_interleave(F, 0), candidates.repeat_interleave(F, 0)
+        bias, memory = head.step(memory, prev, hidden, drafter.embed, ids)
+        return logits + bias.unflatten(0, (-1, F)).to(logits.dtype), memory
 
     return step
 

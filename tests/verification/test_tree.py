@@ -212,6 +212,11 @@ def test_siblings_and_cousins_have_noise_of_their_own():
     coins = torch.stack([noise.coin([0, 1], i, "cpu", slot) for i in range(3) for slot in range(4)])
     assert len(coins.flatten().unique()) == 24
     assert torch.equal(noise.coin([0, 1], 2, "cpu"), Noise(1, [0, 1], [3, 3]).coin([0, 1], 2, "cpu"))
+    alone = noise.coin([0, 1], 40, "cpu", 1)  # beyond the positions that keys are made for at first
+    deep = TreeNoise(1, [0, 1], [3, 3])
+    deep.coin([0], 2, "cpu", 1)
+    deep.widen(41)
+    assert torch.equal(deep.coin(None, torch.tensor([[40]]), "cpu", 1)[:, 0], alone)
     flat = torch.zeros(50, V)
     assert len(noise.children(flat, 0, 0, V).unique(dim=0)) > 20
     later = TreeNoise(1, [0, 1], [2, 2])  # the same token, drafted in an earlier round
