@@ -146,7 +146,7 @@ class SpeculativeEngine:
     def _new_loop(self) -> DecodeLoop:
         model = Target(self.target, FeatureTap(self.target, self.drafter.config.target_layer_ids))
         knobs, policy = self.speculation, None
-        if "auto" in (knobs.scheduler, knobs.loop_gate, knobs.copy):
+        if knobs.measures:
             policy = policy_for(self.drafter, self.target, knobs)
         return DecodeLoop(model, self.drafter, knobs, policy, self.observer, self.prefill_chunk)
 

@@ -278,7 +278,7 @@ def _run(target, drafter, tap, speculation, input_ids, mask, processors, criteri
     given = model_kwargs.get("cache", model_kwargs.get("past_key_values"))
     keep_cache = bool(config.return_dict_in_generate) or given is not None
     observer, policy = _LISTENING.get()
-    if policy is None and ("auto" in (speculation.scheduler, speculation.loop_gate, speculation.copy)):
+    if policy is None and (speculation.measures):
         policy = policy_for(drafter, target, speculation)
     loop = DecodeLoop(model, drafter, speculation, policy, observer, config.prefill_chunk_size, keep_cache)
     loop.admit(requests, None if given is None else from_user_cache(model.config, given, mask.bool()))

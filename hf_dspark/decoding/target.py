@@ -120,22 +120,28 @@ class Target:
         limit = getattr(self.config, "max_position_embeddings", None) or 0
         return limit - n if limit >= n else math.inf
 
+    def _positions(self, slots, tree) -> torch.Tensor:
+        if tree is None:
+            return slots.index(self.device)
+        return slots.first.to(self.device)[:, None] + (tree.sum(-1) - 1).to(self.device)
+
     def new_cache(self, rows: int) -> TargetCache:
         return TargetCache(self.config, rows)
 
-    def forward(self, ids: torch.Tensor, cache: TargetCache, ends, keep: torch.Tensor | int = 0, **outputs):
+    def forward(self, ids: torch.Tensor, cache: TargetCache, ends, keep: torch.Tensor | int = 0, tree=None, **outputs):
         """One forward over `ids` [A, T] at each row's next slots; the cache counts nothing until `advance`.
 
         `ends` [A]: where each row's real tokens end; what lies behind is filling, and learned positions may not reach so far.
-        `keep`: positions [n] whose logits are wanted, or 0 for all. `outputs`: flags such as `output_attentions`.
+        `keep`: positions [n] whose logits are wanted, or 0 for all. `tree` bool [A, T, T]: which of the tokens each one sees,
+        where they aren't a chain; see [`ancestors`]. `outputs`: flags such as `output_attentions`.
         Returns the model's output, with logits [A, n or T, V], and leaves the features in `self.tap`.
         """
         slots, self.tap.shape = cache.place(ids.shape[1]), tuple(ids.shape)
         last = torch.as_tensor(ends, device=self.device)[:, None] - 1
         inputs = {
             "input_ids": ids.to(self.device),
-            "position_ids": torch.minimum(slots.index(self.device), last),
-            "attention_mask": attention_masks(self.model, self.config, slots, self.device),
+            "position_ids": torch.minimum(self._positions(slots, tree), last),
+            "attention_mask": attention_masks(self.model, self.config, slots, self.device, tree),
             self.cache_name: cache,
             "use_cache": True,
             **outputs,
