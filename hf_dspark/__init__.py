@@ -8,8 +8,11 @@ if (_root / "modeling" / "__init__.py").exists() and not (_root / "hf_dspark" / 
     __path__.append(str(_root))
 
 from .auto import AutoDrafter  # noqa: E402
+from .decoding.engine import EngineRequest, EngineResult, SpeculativeEngine  # noqa: E402
 from .decoding.hook import attach, install, uninstall  # noqa: E402
 from .decoding.outputs import SpeculationStats  # noqa: E402
+from .drafting.copy_drafter import CopyDrafter  # noqa: E402
+from .drafting.copying import CopyMemory  # noqa: E402
 from .modeling import DSparkConfig, DSparkDrafter, Eagle3Config, Eagle3Drafter, SpeculationConfig  # noqa: E402
 from .verification.probabilities import keyed_processors  # noqa: E402
 
@@ -17,12 +20,17 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AutoDrafter",
+    "CopyDrafter",
+    "CopyMemory",
     "DSparkConfig",
     "DSparkDrafter",
     "Eagle3Config",
     "Eagle3Drafter",
+    "EngineRequest",
+    "EngineResult",
     "SpeculationConfig",
     "SpeculationStats",
+    "SpeculativeEngine",
     "__version__",
     "attach",
     "install",

@@ -27,6 +27,9 @@ class SpeculationConfig:
         max_draft_stages (`int`, defaults to 8): upper bound on stages per round when `loop_gate` is set.
         scheduler (`str`, *optional*): `"auto"` verifies only as many drafts as pay on this machine. `None` verifies
             all.
+        copy (`int` or `"auto"`, *optional*): draft what followed the longest earlier match of the text's last tokens, instead of
+            asking the drafter: up to `copy` tokens wherever two tokens or more match, or, `"auto"`, where it is expected to gain
+            more tokens per second. `None` never copies.
         engine (`str`, defaults to `"own"`): `"own"` is this library's loop, `"stock"` transformers' assisted loop
             (batch 1).
     """
@@ -38,6 +41,7 @@ class SpeculationConfig:
     loop_gate: float | str | None = None
     max_draft_stages: int = 8
     scheduler: str | None = None
+    copy: int | str | None = None
     engine: str = "own"
 
     def __new__(cls, *args, **knobs):
@@ -68,6 +72,8 @@ class SpeculationConfig:
                 raise ValueError(f"{name}={value!r} is unknown: set one of {allowed}.")
         if isinstance(self.loop_gate, str) and self.loop_gate != "auto":
             raise ValueError(f"loop_gate={self.loop_gate!r} is unknown: set a log-probability such as -0.5, 'auto' or None.")
+        if self.copy not in (None, "auto") and (type(self.copy) is not int or self.copy < 1):
+            raise ValueError(f"copy={self.copy!r} is no number of tokens: set 'auto', at least 1, or None for no copies.")
         if self.max_draft_stages < 1:
             raise ValueError(f"max_draft_stages={self.max_draft_stages} drafts nothing: set at least 1.")
 

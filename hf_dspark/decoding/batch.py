@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from hf_dspark.drafting.copying import CopyIndex
 from hf_dspark.drafting.proposer import Proposer
 from hf_dspark.modeling.draft_cache import BUCKET
 from hf_dspark.verification.commit import commit, row_stopped
@@ -58,21 +59,27 @@ class Request:
 
 @dataclass
 class Commit:
-    """Tokens of one row that became output in a round, and why the row ends with them, if it does."""
+    """Tokens of one row that became output in a round, and why the row ends with them, if it does: "stop", "length", "criteria",
+    or "error"."""
 
     key: Hashable
     tokens: list[int]
     reason: str | None
+    error: Exception | None = None
 
 
 class Row:
-    """A request at work. `n` tokens are committed; the last of them, the anchor, hasn't been read by the target yet."""
+    """A request at work. `n` tokens are committed; the last of them, the anchor, hasn't been read by the target yet.
 
-    def __init__(self, request: Request):
+    `error`: what the request's own processors or criteria raised; it ends the row, without the round's tokens.
+    """
+
+    def __init__(self, request: Request, copying: bool = False):
         self.request, self.settings, self.outputs = request, request.settings, request.outputs
         self.tokens = list(request.prompt)
         self.start = len(self.tokens)
-        self.stopped = self.text = None
+        self.stopped = self.text = self.error = None
+        self.copies = CopyIndex(self.tokens) if copying else None
 
     @property
     def n(self) -> int:
@@ -104,8 +111,15 @@ class Row:
         """Take verified `tokens`, up to the first that ends the row."""
         if self.stopped is not None:
             self.text[0, len(self.request.shown) + self.generated + len(tokens) - 1] = tokens[-1]
-        kept, reason = commit(tokens, self.settings.stop_ids, self.left, self.stopped)
+        try:
+            kept, reason = commit(tokens, self.settings.stop_ids, self.left, self.stopped)
+        except Exception as error:
+            self.error = self.error or error
+        if self.error is not None:
+            return Commit(self.request.key, [], "error", self.error)
         self.tokens += kept
+        if self.copies is not None:
+            self.copies.extend(kept)
         return Commit(self.request.key, kept, reason)
 
 
@@ -122,11 +136,11 @@ class Batch:
 
     Args:
         requests: one per row. cache: the target's, with some first tokens of each prompt already (usually none).
-        proposer: the drafter's context of the same tokens. device: of the token buffer.
+        proposer: the drafter's context of the same tokens. device: of the token buffer. copying: whether texts are indexed.
     """
 
-    def __init__(self, requests: list[Request], cache: TargetCache, proposer: Proposer, device):
-        self.rows = [Row(r) for r in requests]
+    def __init__(self, requests: list[Request], cache: TargetCache, proposer: Proposer, device, copying: bool = False):
+        self.rows = [Row(r, copying) for r in requests]
         self.cache, self.proposer, self.device = cache, proposer, device
         longest = max((row.n for row in self.rows), default=0)
         self.ids = torch.zeros(len(requests), _bucket(longest), dtype=torch.long, device=device)
@@ -155,8 +169,8 @@ class Batch:
         """Take each row's verified tokens. Returns what became output, and the same on the device [A, T], filled with zeros."""
         before = self.lengths
         commits = [row.commit(new) for row, new in zip(self.rows, tokens, strict=True)]
-        width = max(len(c.tokens) for c in commits)
-        table = [[n, len(c.tokens) - 1, *c.tokens, *[0] * (width - len(c.tokens))] for n, c in zip(before, commits)]
+        width = max(1, *(len(c.tokens) for c in commits))
+        table = [[n, max(len(c.tokens) - 1, 0), *c.tokens, *[0] * (width - len(c.tokens))] for n, c in zip(before, commits)]
         table = torch.tensor(table).to(self.device)
         self._reserve(max(before) + width)
         every = torch.arange(len(table), device=self.device)[:, None]

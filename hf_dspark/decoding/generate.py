@@ -27,6 +27,25 @@ CACHE_FIELD = "cache" if "cache" in SpeculativeOutput.__dataclass_fields__ else 
 _LISTENING: ContextVar[tuple] = ContextVar("listening", default=(None, None))
 
 
+# A list where `generate` leaves its requests, prepared as usual, instead of running them: how an engine lets them in.
+_ADMITTING: ContextVar[list | None] = ContextVar("admitting", default=None)
+
+
+def prepared(target, **call) -> list[Request]:
+    """The requests that `target.generate(**call)` would run, with everything transformers and this library check and prepare.
+
+    Raises:
+        whatever that call would raise before its first token.
+    """
+    waiting: list[Request] = []
+    token = _ADMITTING.set(waiting)
+    try:
+        target.generate(**call)
+    finally:
+        _ADMITTING.reset(token)
+    return waiting
+
+
 @contextmanager
 def listening(observer=None, policy=None):
     """Let every `generate` call in this block show its rounds to `observer` (a callable of a [`Round`]) and ask `policy`, instead
@@ -242,6 +261,10 @@ def speculative_generate(
             "row at a time, or drop the streamer."
         )
     _check_states(config, input_ids.shape[0])
+    waiting = _ADMITTING.get()
+    if waiting is not None:
+        waiting += _requests(input_ids, mask.bool(), logits_processor, stopping_criteria, config, speculation)[0]
+        return input_ids
     with FeatureTap(target, drafter.config.target_layer_ids) as tap:
         return _run(target, drafter, tap, speculation, input_ids, mask, logits_processor, stopping_criteria, config, streamer,
                     model_kwargs)  # fmt: skip
@@ -255,13 +278,15 @@ def _run(target, drafter, tap, speculation, input_ids, mask, processors, criteri
     given = model_kwargs.get("cache", model_kwargs.get("past_key_values"))
     keep_cache = bool(config.return_dict_in_generate) or given is not None
     observer, policy = _LISTENING.get()
-    if policy is None and (speculation.scheduler is not None or speculation.loop_gate == "auto"):
+    if policy is None and ("auto" in (speculation.scheduler, speculation.loop_gate, speculation.copy)):
         policy = policy_for(drafter, target, speculation)
     loop = DecodeLoop(model, drafter, speculation, policy, observer, config.prefill_chunk_size, keep_cache)
     loop.admit(requests, None if given is None else from_user_cache(model.config, given, mask.bool()))
     new: list[list[int]] = [[] for _ in requests]
     while loop.active:
         for commit in loop.step():
+            if commit.error is not None:
+                raise commit.error
             new[commit.key].extend(commit.tokens)
             if streamer is not None:
                 streamer.put(torch.tensor([commit.tokens]))

@@ -10,6 +10,8 @@ from hf_dspark.verification.table import VERIFIERS
 
 from .batch import Batch
 
+WITHOUT_WAITING = {"cpu"}
+
 
 def sampling_of(batch: Batch) -> list[Sampling]:
     """How the rows of a batch draw in this round."""
@@ -40,11 +42,18 @@ class PrefixScores:
         """[R, V] at draft position i of the rows [R] of `sampling`."""
         sampling, active = self.sampling, [self.sampling.rows[r] for r in rows]
         scores = self.logits[active, i].float()
-        # Behind the end of a text nothing is decided any more, and processors may not expect to be asked.
-        live = [j for j, r in enumerate(active) if not any(self._ends(r, k) for k in range(i))]
-        if live:
-            prefixes = [self.batch.prefix(active[j], self.draft.tokens[active[j], :i]) for j in live]
-            scores[live] = sampling.scorer.target_scores([sampling.places[rows[j]] for j in live], prefixes, scores[live])
+        live = list(range(len(active)))
+        if sampling.scorer.prefix_free:
+            scores, live = sampling.scorer.target_scores(None, None, scores), []
+        try:
+            # Behind the end of a text nothing is decided any more, and processors may not expect to be asked.
+            live = [j for j in live if not any(self._ends(active[j], k) for k in range(i))]
+            if live:
+                prefixes = [self.batch.prefix(active[j], self.draft.tokens[active[j], :i]) for j in live]
+                places = [sampling.places[rows[j]] for j in live]
+                scores[live] = sampling.scorer.target_scores(places, prefixes, scores[live])
+        except Exception as error:
+            sampling.errors.update((active[j], error) for j in live)
         for r, s in zip(active, scores):
             if self.batch.rows[r].outputs.wants_scores:
                 self.kept[r][i] = s
@@ -78,10 +87,24 @@ def judge(batch: Batch, sampling: list[Sampling], draft: Draft, lengths: list[in
         torch.cat([v.next_token.to(batch.device) for v in verdicts]),
         torch.cat([a.to(batch.device) for a in able]),
     )
-    accepted, following, drafted = joined.read(draft.tokens if len(sampling) == 1 else draft.tokens[order])
+    tokens = draft.tokens if len(sampling) == 1 else draft.tokens[order]
+    try:
+        accepted, following, drafted = joined.read(tokens)
+    except ValueError as error:  # a row allows no token: it ends here, the others go on
+        joined.possible = None
+        accepted, following, drafted = joined.read(tokens)
+        for j in error.rows:
+            _owner(sampling, order[j]).errors.setdefault(order[j], error)
+    for s in sampling:
+        for r, error in s.errors.items():
+            batch.rows[r].error = batch.rows[r].error or error
     place = {r: j for j, r in enumerate(order)}
     back = [place[r] for r in range(count)]
     return [accepted[j] for j in back], [following[j] for j in back], [drafted[j] for j in back], kept
+
+
+def _owner(sampling: list[Sampling], row: int) -> Sampling:
+    return next(s for s in sampling if row in s.rows)
 
 
 def _verdict(batch, s: Sampling, draft, drafted, lengths, logits, verification, kept) -> Verdict:
@@ -90,7 +113,8 @@ def _verdict(batch, s: Sampling, draft, drafted, lengths, logits, verification, 
     q = draft.q if whole or draft.q is None else draft.q[s.rows]
     mine = [lengths[r] for r in s.rows]
     verifier = VERIFIERS["match" if s.noise is None else verification]
-    if not s.scorer.prefix_free:
+    # Without a device to wait for, looking at a row's positions one by one saves those behind its first rejection.
+    if not s.scorer.prefix_free or (s.noise is not None and logits.device.type in WITHOUT_WAITING):
         scores_at = PrefixScores(batch, s, draft, drafted, logits, kept)
         return verifier.lazy(scores_at, tokens, q, mine, s.noise)
     scores = logits[:, :width] if whole else logits[s.rows, :width]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from transformers.utils import logging
 
+from hf_dspark.drafting.copies import LONGEST, offers, with_copies
 from hf_dspark.drafting.draft import Draft
 from hf_dspark.drafting.proposer import Context, Proposer
 from hf_dspark.modeling import SpeculationConfig
@@ -21,6 +22,10 @@ from .prefill import Prefill
 from .target import Target
 
 logger = logging.get_logger("hf_dspark")
+
+
+class Cancelled(Exception):
+    """A request was taken out before its end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +64,7 @@ class DecodeLoop:
         self.target, self.drafter, self.speculation = target, drafter, speculation
         self.policy, self.observer = policy, observer
         self.prefill_chunk, self.keep_cache = prefill_chunk, keep_cache
+        self.memory = getattr(drafter, "copy_memory", None)
         self.seconds, self.finished = Seconds(), {}
         self.batch = self._batch([], None)
         self.coming: list[Prefill] = []
@@ -78,6 +84,18 @@ class DecodeLoop:
         """
         flags = requests[0].outputs.flags
         self.coming.append(Prefill(self.target, self._batch(requests, cache), self.prefill_chunk, flags))
+
+    def cancel(self, key) -> bool:
+        """Take the row of this key out, wherever it is; whether there was one."""
+        for batch in (self.batch, *(p.batch for p in self.coming)):
+            rows = [i for i, row in enumerate(batch.rows) if row.request.key == key]
+            if rows and batch is self.batch:
+                batch.retire(rows)
+            for i in rows if batch is not self.batch else ():
+                batch.rows[i].error = Cancelled(f"request {key!r} was cancelled")  # it leaves once the prompts are read
+            if rows:
+                return True
+        return False
 
     def step(self) -> list[Commit]:
         """Read a chunk of the prompts that wait, and run a round of the rows that were at work; what became output."""
@@ -114,7 +132,7 @@ class DecodeLoop:
             gate = AutoGate(self.policy) if gate == "auto" else StaticGate(gate)
         estimate = survival_estimate(self.drafter)
         proposer = Proposer(self.drafter, self.speculation, cache.lengths, carried, gate, estimate)
-        return Batch(requests, cache, proposer, self.target.device)
+        return Batch(requests, cache, proposer, self.target.device, copying=self.speculation.copy is not None)
 
     def _read_prompts(self) -> list[Commit]:
         """A chunk of the first prompts that wait; once they are read, their rows have a first token and join the others."""
@@ -166,13 +184,24 @@ class DecodeLoop:
         """What the round proposes, and how much of it is verified."""
         if self.policy is not None:
             self.policy.begin(len(batch.rows), sum(context.lengths) / len(batch.rows))
-        scheduled = self.speculation.scheduler is not None
-        if scheduled:
-            planned = self.policy.plan()
-            if planned < batch.proposer.block:
-                context.room = [min(room, planned) for room in context.room]
-        draft = batch.proposer.propose(context)
+        scheduled, room = self.speculation.scheduler is not None, context.room
+        copies, lengths, planned = self._copies(batch, room, scheduled)
+        if planned < batch.proposer.block or any(lengths):
+            context.room = [0 if n else min(most, planned) for n, most in zip(lengths, room)]
+        draft = with_copies(batch.proposer.propose(context), copies, lengths, room)
         return draft, self.policy.prune(draft) if scheduled else draft.lengths
+
+    def _copies(self, batch: Batch, room: list[int], scheduled: bool) -> tuple[list, list[int], int]:
+        """What the rows could copy, how much of it each does, and the drafts planned for each of the others."""
+        copy, rows = self.speculation.copy, len(batch.rows)
+        if copy is None:
+            return [], [0] * rows, self.policy.plan() if scheduled else batch.proposer.block
+        limit = LONGEST if copy == "auto" else copy
+        copies = offers([row.copies for row in batch.rows], [row.tokens for row in batch.rows], room, self.memory, limit)
+        if copy == "auto":
+            return copies, *self.policy.choose(copies, scheduled)
+        lengths = [len(c.tokens) for c, _ in copies]
+        return copies, lengths, 0 if all(lengths) else self.policy.plan() if scheduled else batch.proposer.block
 
     def _context(self, batch: Batch) -> Context:
         room = [min(row.left - 1, self.target.room(row.n)) for row in batch.rows]
@@ -210,6 +239,9 @@ class DecodeLoop:
     def _retire(self, batch: Batch, commits: list[Commit]) -> None:
         """Drop ended rows from everything that is per active row."""
         ended = [i for i, c in enumerate(commits) if c.reason is not None]
+        if self.memory is not None and self.memory.learns:
+            for i in ended:
+                self.memory.add(batch.rows[i].tokens)
         if self.keep_cache:
             for i in ended:
                 key = commits[i].key

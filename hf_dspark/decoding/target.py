@@ -57,7 +57,9 @@ class FeatureTap:
     """
 
     def __init__(self, target, layer_ids: list[int]):
-        self.layers, self.layer_ids = decoder_layers(target), list(layer_ids)
+        self.layer_ids = list(layer_ids)
+        self.layers = decoder_layers(target) if self.layer_ids else []
+        self.shape = (0, 0)  # of the ids of the last forward
         self.captured: dict[int, torch.Tensor] = {}
         self.handles: list = []
 
@@ -90,6 +92,8 @@ class FeatureTap:
 
     def features(self, device=None) -> torch.Tensor:
         """[B, T, m*D] of the last forward, taps side by side in the listed order, on `device` (default: the first tap's)."""
+        if not self.layer_ids:
+            return torch.zeros(*self.shape, 0, device=device)
         parts = [self.captured[i] for i in self.layer_ids]
         for i, p in zip(self.layer_ids, parts):
             if p.dim() != 3:
@@ -126,7 +130,7 @@ class Target:
         `keep`: positions [n] whose logits are wanted, or 0 for all. `outputs`: flags such as `output_attentions`.
         Returns the model's output, with logits [A, n or T, V], and leaves the features in `self.tap`.
         """
-        slots = cache.place(ids.shape[1])
+        slots, self.tap.shape = cache.place(ids.shape[1]), tuple(ids.shape)
         last = torch.as_tensor(ends, device=self.device)[:, None] - 1
         inputs = {
             "input_ids": ids.to(self.device),

@@ -226,6 +226,7 @@ class CopyMemory:
         tokenizer: a name or hash of the tokenizer that made the ids; None as above.
         min_match: as for `CopyIndex`, default 3: two tokens that agree with another text say little.
         max_match: as for `CopyIndex`, default 8.
+        learns: whether the texts of calls that use this memory are added once they end. Default True.
 
     Raises:
         ValueError: `max_tokens` below 1, or match lengths out of order.
@@ -238,7 +239,9 @@ class CopyMemory:
         tokenizer: str | None = None,
         min_match: int = 3,
         max_match: int = 8,
+        learns: bool = True,
     ):
+        self.learns = learns
         if max_tokens < 1:
             raise ValueError(f"max_tokens={max_tokens} keeps nothing: set at least 1, or use no memory.")
         self.max_tokens, self.vocabulary_size, self.tokenizer = max_tokens, vocabulary_size, tokenizer
@@ -337,6 +340,7 @@ class CopyMemory:
             "tokenizer": self.tokenizer or "",
             "min_match": self._suffixes.shortest,
             "max_match": self._suffixes.longest,
+            "learns": int(self.learns),
         }
         tensors = {
             "tokens": torch.tensor([token for document in documents for token in document], dtype=torch.int32),
@@ -368,6 +372,7 @@ class CopyMemory:
             header["tokenizer"] or None,
             int(header["min_match"]),
             int(header["max_match"]),
+            bool(int(header["learns"])),
         )
         memory.bind(vocabulary_size, tokenizer)
         for document in tokens.split(lengths.tolist()):

@@ -21,7 +21,8 @@ class Draft:
         stages (`list[int]`): [A] drafting stages, 1 also where nothing is drafted.
         block (`int`): drafts of a whole stage.
         room (`list[int]`): [A] most drafts there could have been, settled before the first of them.
-        sources (`list[str]`): [A] where each row's drafts come from: "drafter", "copy", "tree", or "none".
+        sources (`list[str]`): [A] where each row's drafts come from: "drafter", "copy", "memory" (a copy of another
+            text), "tree", or "none".
         matches (`list[int]`): [A] tokens of the text that a copy matched; 0 elsewhere.
     """
 
@@ -38,8 +39,8 @@ class Draft:
     matches: list[int] = field(default_factory=list)
 
     def __post_init__(self):
-        source = ["drafter" if n else "none" for n in self.lengths]
-        object.__setattr__(self, "sources", self.sources or source)
+        source = "drafter" if self.tokens.shape[1] else "none"
+        object.__setattr__(self, "sources", self.sources or [source] * len(self.lengths))
         object.__setattr__(self, "matches", self.matches or [0] * len(self.lengths))
 
     @classmethod

@@ -9,6 +9,8 @@ from statistics import median
 
 import torch
 
+from .choice import choose
+from .copying import CopyExpectation
 from .correction import Correction
 from .cost import GENERIC, CostTable, LatencyCurve, OnlineCost
 from .gate import OnlineGate
@@ -66,7 +68,8 @@ class Policy:
         self.throttle = DraftThrottle(block, self.cost)
         self.gate = OnlineGate(max_stages)
         self.correction = Correction(block * max_stages)
-        self.recursive, self.confident = recursive, False
+        self.copying = {source: CopyExpectation() for source in ("copy", "memory")}
+        self.recursive, self.confident, self.measuring = recursive, False, False
         self._chances: list[list[float]] | None = None  # corrected chances of this round's drafts
         self.rounds = self.plain_rounds = self.looped_rounds = 0
         self.rows, self.context = 1, 0.0
@@ -82,10 +85,39 @@ class Policy:
 
     # ------------------------------------------------------------------ decisions
 
+    def choose(self, copies: list[tuple], scheduled: bool) -> tuple[list[int], int]:
+        """How much of each row's copy is verified, and how many drafts the other rows get.
+
+        Args:
+            copies: per row what could be copied, with its source; see `drafting.copies.offers`.
+            scheduled: whether the drafter's part is decided here too, see [`plan`].
+
+        Returns:
+            tokens of each row's copy [A], 0 where it doesn't copy, and drafts per row of the others.
+        """
+        chances = [self.copying[source].expected(copy.match, len(copy.tokens)) for copy, source in copies]
+        if not any(chances):
+            return [0] * len(copies), self.plan() if scheduled else self.block
+        curve = self.cost.curve(self.rows, self.context, stages=0).isotonic()
+        draft_seconds = self.cost.draft_seconds(self.rows, self.context, self.block) if self.block else 0.0
+
+        def best(drafts, optional):
+            return choose(chances, drafts, lambda width: curve(self.rows * width), draft_seconds, optional)
+
+        choice = best(self.throttle.history.survival(), scheduled)
+        if all(choice.copies):
+            return choice.copies, 0
+        planned = self.plan() if scheduled else self.block
+        if planned:
+            return choice.copies if choice.drafts else best(self.throttle.history.survival(), False).copies, planned
+        return [0] * len(copies) if self.measuring else best([], True).copies, 0
+
     def plan(self) -> int:
         """Drafts per row for the coming round; 0 is a plain step."""
         near = sum(n for rows, n in self._plain.items() if rows <= 1.5 * self.rows and self.rows <= 1.5 * rows)
-        planned = self.throttle.next_length(self.rows, self.context) if near >= self.PLAIN_STEPS else 0
+        self.measuring = near < self.PLAIN_STEPS
+        planned = 0 if self.measuring else self.throttle.next_length(self.rows, self.context)
+        self.measuring |= self.throttle.measuring
         if planned and self.confident and not self.recursive:
             planned = self.block  # a block is paid for as a whole, and confidences tell rounds apart
         self.plain_rounds += planned == 0
@@ -94,17 +126,27 @@ class Policy:
     def prune(self, draft) -> list[int]:
         """Drafts to verify of each row, [A], by [`lookahead`] over its confidences, corrected by what became of earlier ones: a
         head that is sure of too much wastes verifications, one that doubts too much throws drafts away, and neither would ever
-        show. The draft's own time is spent by now and does not count."""
-        if draft.confidence is None or not draft.tokens.shape[1]:
+        show. The draft's own time is spent by now and does not count. Copies were settled before, and stay."""
+        mine = _drafted(draft)
+        if draft.confidence is None or not mine:
             return draft.lengths
         self.confident = True
-        chances, past = self.correction(draft.confidence), self.throttle.history.conditional()
+        offered, past = [draft.lengths[i] for i in mine], self.throttle.history.conditional()
+        chances = self.correction(draft.confidence[mine])
         past = (past + past[-1:] * draft.tokens.shape[1])[: -(-draft.tokens.shape[1] // self.block) * self.block]
-        self._chances = [row[:n] or [0.0] for row, n in zip(chances.tolist(), draft.lengths)]  # nothing offered gains nothing
+        self._chances = [row[:n] or [0.0] for row, n in zip(chances.tolist(), offered)]  # nothing offered gains nothing
         curve = self.cost.curve(self.rows, self.context, stages=0).isotonic()
-        rate, offered = self.throttle.rate(self.rows, self.context), torch.tensor(draft.lengths)
-        length = lookahead(chances, past, curve, rate, offered, draft.room, self.block)
-        return [min(n, length) for n in draft.lengths]
+        copied = max((n for n, source in zip(draft.lengths, draft.sources) if source != "drafter"), default=0)
+
+        def latency(tokens):  # the forward is as wide as its longest row
+            return curve(self.rows * max(tokens / len(mine), 1 + copied))
+
+        rate, room = self.throttle.rate(self.rows, self.context), [draft.room[i] for i in mine]
+        length = lookahead(chances, past, latency, rate, torch.tensor(offered), room, self.block)
+        pruned = list(draft.lengths)
+        for i in mine:
+            pruned[i] = min(pruned[i], length)
+        return pruned
 
     def another_stage(self, scores: list[list[float]]) -> bool:
         """Whether rows with these stage `scores` [R][S] draft one more, see [`AutoGate`].
@@ -163,19 +205,24 @@ class Policy:
 
     def observe(self, draft, verified: list[int], accepted: list[int], fed: int, draft_seconds, verify_seconds) -> None:
         """Learn from a round: `verified`, `accepted` [A] drafts; the target was fed `fed` tokens per row."""
-        drafted, stages = draft.tokens.shape[1], max(draft.stages, default=1)
         self.cost.record_verify(verify_seconds, self.rows * fed, self.rows, self.context)
-        if not drafted:
-            self._plain[self.rows] += 1
+        mine, stages = _drafted(draft), max(draft.stages, default=1)
+        for source, match, n, a in zip(draft.sources, draft.matches, verified, accepted):
+            if match:
+                self.copying[source].observe(match, n, a)
+        if not mine:
+            self._plain[self.rows] += fed == 1
         else:
-            self._observe_draft_time(draft_seconds, stages, min(drafted, self.block))
+            ours, hits = [verified[i] for i in mine], [accepted[i] for i in mine]
+            drafted = min(draft.tokens.shape[1], self.block)
+            self._observe_draft_time(draft_seconds, stages, drafted)
             self.looped_rounds += stages > 1
             if self._chances is not None:
-                self.correction.observe(draft.confidence, verified, accepted)
+                self.correction.observe(draft.confidence[mine], ours, hits)
                 self.throttle.history.expect(self._chances)
             else:
-                self.throttle.observe(accepted, verified)
-        if self.loops:
+                self.throttle.observe(hits, ours)
+        if self.loops and len(mine) == len(verified):
             self._observe_stages(draft, verified, accepted, stages, fed)
 
     def _observe_draft_time(self, seconds: float, stages: int, drafts: int) -> None:
@@ -229,3 +276,8 @@ def stage_scores(draft, block: int) -> torch.Tensor | None:
     """Summed log-probability [A, S] of every whole stage, None without one."""
     whole = draft.log_q.shape[1] // block if block else 0
     return draft.log_q[:, : whole * block].unflatten(1, (whole, block)).sum(-1) if whole else None
+
+
+def _drafted(draft) -> list[int]:
+    """The rows whose drafts are the drafter's."""
+    return [i for i, source in enumerate(draft.sources) if source == "drafter"]

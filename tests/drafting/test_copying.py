@@ -2,7 +2,6 @@
 
 import pickle
 import random
-import sys
 import threading
 
 import pytest
@@ -306,13 +305,14 @@ def test_no_copy_crosses_from_one_document_into_the_next():
 
 
 def test_a_saved_memory_proposes_the_same_when_loaded(tmp_path):
-    rng, memory = random.Random(0), CopyMemory(300, 49152, "smollm2", 3, 9)
+    rng, memory = random.Random(0), CopyMemory(300, 49152, "smollm2", 5, 20)
     for _ in range(40):
         memory.add(random_text(rng))
     memory.save(tmp_path / "memory.safetensors")
     loaded = CopyMemory.load(tmp_path / "memory.safetensors", 49152, "smollm2")
     assert loaded.documents() == memory.documents()
     assert (loaded.max_tokens, loaded.vocabulary_size, loaded.tokenizer) == (300, 49152, "smollm2")
+    assert (loaded._suffixes.shortest, loaded._suffixes.longest) == (5, 20)
     same_proposals(memory, loaded, rng)
     memory.add([0, 1, 2, 1] * 60)
     loaded.add([0, 1, 2, 1] * 60)
@@ -356,31 +356,36 @@ def test_a_refused_name_settles_nothing():
     assert memory.vocabulary_size == 49152
 
 
-def test_threads_may_add_and_propose_at_once():
-    """Every document counts upwards by its own step, so a copy torn from two documents or from an evicted one would show."""
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    memory, faults, stop = CopyMemory(100, min_match=2), [], threading.Event()
+def test_no_document_is_added_while_a_copy_is_looked_up():
+    memory = CopyMemory(10)
+    memory.add(range(10))
+    find, writer = memory._suffixes.find, threading.Thread(target=memory.add, args=(range(100, 110),))
 
-    def propose():
-        rng = random.Random(0)
-        try:
-            while not stop.is_set():
-                step, start = rng.randint(1, 5), rng.randrange(10)
-                tokens = memory.propose([start, start + step], 5).tokens
-                assert tokens == [start + step * k for k in range(2, 2 + len(tokens))]
-        except Exception as error:
-            faults.append(error)
+    def interrupted(suffix):
+        source = find(suffix)
+        writer.start()
+        writer.join(0.1)
+        return source
 
-    readers = [threading.Thread(target=propose, daemon=True) for _ in range(2)]
-    try:
-        for reader in readers:
+    memory._suffixes.find = interrupted
+    assert memory.propose([2, 3, 4], 4) == Copy([5, 6, 7, 8], 3)
+    writer.join()
+    assert memory.documents() == [list(range(100, 110))]
+
+
+def test_no_copy_is_looked_up_while_a_document_is_added():
+    memory, copies = CopyMemory(10), []
+    reader = threading.Thread(target=lambda: copies.append(memory.propose([100, 101, 102], 4)))
+    insert = memory._suffixes.insert
+
+    def interrupted(end):
+        source = insert(end)
+        if not reader.ident and end > 4:
             reader.start()
-        for n in range(1500):
-            memory.add(range(n % 10, 100, 1 + n % 5))
-    finally:
-        stop.set()
-        sys.setswitchinterval(interval)
-    for reader in readers:
-        reader.join()
-    assert not faults
+            reader.join(0.1)
+        return source
+
+    memory._suffixes.insert = interrupted
+    memory.add([0, 100, 101, 102, 7, 100, 101, 102, 8])
+    reader.join()
+    assert copies == [Copy([8], 3)]
