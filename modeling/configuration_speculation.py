@@ -29,6 +29,8 @@ class SpeculationConfig:
             all.
         engine (`str`, defaults to `"own"`): `"own"` is this library's loop, `"stock"` transformers' assisted loop
             (batch 1).
+        trust_target (`bool`, defaults to `False`): skip the target's self-check. A target fails it whose logits depend on
+            other tokens of the same forward; the text is then not plain decoding's. Belongs to a call, never stored.
     """
 
     num_draft_tokens: int | None = None
@@ -39,6 +41,7 @@ class SpeculationConfig:
     max_draft_stages: int = 8
     scheduler: str | None = None
     engine: str = "own"
+    trust_target: bool = False
 
     def __new__(cls, *args, **knobs):
         known = [f.name for f in fields(cls)]
@@ -72,11 +75,12 @@ class SpeculationConfig:
             raise ValueError(f"max_draft_stages={self.max_draft_stages} drafts nothing: set at least 1.")
 
     def to_dict(self) -> dict:
-        """What is stored with a drafter: every knob but the seed, which belongs to a call."""
-        return {k: v for k, v in asdict(self).items() if k != "seed"}
+        """What is stored with a drafter: every knob but those that belong to a call, the seed and `trust_target`."""
+        return {k: v for k, v in asdict(self).items() if k not in ("seed", "trust_target")}
 
     @classmethod
     def from_dict(cls, values: dict | None) -> "SpeculationConfig":
-        """Knobs of a newer version that this one doesn't know are dropped, as transformers' configs do."""
-        known = {f.name for f in fields(cls)}
+        """Knobs of a newer version that this one doesn't know are dropped, as transformers' configs do; so is `trust_target`,
+        as a drafter can't vouch for a target."""
+        known = {f.name for f in fields(cls)} - {"trust_target"}
         return cls(**{k: v for k, v in (values or {}).items() if k in known})

@@ -14,6 +14,7 @@ from .candidates import stock_generate
 from .loop import DecodeLoop, Request, Settings
 from .outputs import Recorder, SpeculationStats, SpeculativeOutput
 from .policy import policy_for
+from .selfcheck import check_forward
 from .target import KNOWN_INPUTS, FeatureTap, Target, check_target_model
 
 # Renamed from past_key_values in transformers 5.24; the old name stays readable there.
@@ -63,6 +64,7 @@ def check_call(target, drafter, mode, config, kwargs) -> None:
             f"confidence_threshold={speculation.confidence_threshold} was set, and this drafter predicts no confidence "
             "(confidence_head=False, no survival_model): set confidence_threshold=0, or use a drafter with the head."
         )
+    check_forward(target, speculation.trust_target)
     if speculation.engine == "own":  # our loop allocates its own cache: keep generate from making one to throw away
         config.cache_implementation, config.use_cache = None, False
 
