@@ -14,6 +14,7 @@ from .candidates import stock_generate
 from .loop import DecodeLoop, Request, Settings
 from .outputs import Recorder, SpeculationStats, SpeculativeOutput
 from .policy import policy_for
+from .preparation import check_positions
 from .selfcheck import check_forward
 from .target import KNOWN_INPUTS, FeatureTap, Target, check_target_model
 
@@ -188,6 +189,7 @@ def speculative_generate(
     mask = torch.ones_like(input_ids) if mask is None else mask.to(input_ids.device)
     _check_columns(input_ids, mask, width, model_kwargs.get("position_ids"))
     if speculation.engine == "stock":
+        check_positions(target, [0], mask.sum(1).tolist(), [config.max_length - input_ids.shape[1]] * len(mask), engine="stock")
         kwargs = dict(logits_processor=logits_processor, stopping_criteria=stopping_criteria, generation_config=config)
         kwargs |= dict(synced_gpus=synced_gpus, streamer=streamer, inputs_tensor=inputs_tensor, tokenizer=tokenizer)
         return stock_generate(target, drafter, speculation, stock, input_ids, kwargs | model_kwargs, mask)
@@ -207,6 +209,8 @@ def _run(target, drafter, tap, speculation, input_ids, mask, processors, criteri
     requests, columns = _requests(input_ids, mask, config, model.device)
     rows, given = len(requests), model_kwargs.get("cache", model_kwargs.get("past_key_values"))
     cache = model.new_cache(rows) if given is None else from_user_cache(model.config, given, mask.bool())
+    lengths, budgets = [len(r.prompt) for r in requests], [r.budget for r in requests]
+    check_positions(target, cache.lengths.tolist(), lengths, budgets, config.prefill_chunk_size)
     pads = [input_ids.shape[1] - len(r.prompt) for r in requests]
     seed = torch.randint(2**62, ()).item() if speculation.seed is None else speculation.seed
     eos = getattr(config, "_eos_token_tensor", None)

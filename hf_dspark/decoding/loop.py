@@ -204,6 +204,7 @@ class DecodeLoop:
         if self.speculation.scheduler is not None:
             draft.lengths = self.policy.prune(draft)
         clock.append(time.perf_counter())
+        self.target.restart(self.ids, self.cache, [s.n for s in self.slots])
         fed = self._fed(max(draft.lengths))
         ends = [s.n + length for s, length in zip(self.slots, draft.lengths)]
         out = self.target.forward(fed, self.cache, ends, **self.recorder.flags)
@@ -231,6 +232,7 @@ class DecodeLoop:
     def _context(self) -> Context:
         limit = getattr(self.target.config, "max_position_embeddings", None) or 0
         room = [min(s.left - 1, limit - s.n) if limit >= s.n else s.left - 1 for s in self.slots]
+        room = [min(most, self.target.draft_room(s.n)) for most, s in zip(room, self.slots)]
         return Context(
             rows=[s.row for s in self.slots],
             ids=self.ids,
