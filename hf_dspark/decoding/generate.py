@@ -98,7 +98,9 @@ def _check_inputs(input_ids, model_kwargs, inputs_tensor) -> None:
             "inputs_embeds was given, and a drafter needs the prompt's token ids (its context is looked up by token): pass "
             "input_ids, or drop assistant_model."
         )
-    extra = sorted(k for k, v in model_kwargs.items() if k not in KNOWN_INPUTS and v is not None)
+    # Of a prompt without images, transformers still hands on an empty dict of encoder outputs.
+    empty = {k for k, v in model_kwargs.items() if v is None or (isinstance(v, dict) and not v)}
+    extra = sorted(model_kwargs.keys() - KNOWN_INPUTS - empty)
     if extra:
         raise ValueError(
             f"The target was given {', '.join(extra)}, which this loop can't carry from round to round exactly: leave them out "

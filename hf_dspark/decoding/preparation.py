@@ -106,8 +106,14 @@ def check_preparation(model) -> None:
     It is tried on a prompt and on a step, so neither a model's class nor an adapter around it needs to be known by name.
 
     Raises:
-        ValueError: naming the inputs that differ.
+        ValueError: naming the inputs that differ, or `adapter_names`.
     """
+    hooks = (h for m in model.modules() for h in m._forward_pre_hooks.values())
+    if any("adapter_names" in getattr(h, "keywords", {}) for h in hooks):
+        raise ValueError(
+            "adapter_names gives every row an adapter of its own, and rows leave a drafted batch as they end: generate the rows "
+            "of one adapter at a time (set_adapter), or drop assistant_model."
+        )
     if not _overrides(model):
         return
     for count, cache in ((3, DynamicCache()), (3, _cache(2))):

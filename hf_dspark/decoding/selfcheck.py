@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from .target import Target
+from .target import Target, execution_device
 
 SAMPLES = 3  # a router's near tie may turn once; what depends on other tokens shows in every sample
 LARGEST_LOGIT = 1e4  # beyond this lie masks, such as those of padded vocabularies
@@ -58,7 +58,13 @@ def check_forward(model, trust: bool = False) -> None:
     """
     if trust:
         return
-    found = self_check(model)
+    try:
+        found = self_check(model)
+    except (AttributeError, IndexError, KeyError, NotImplementedError, TypeError) as error:
+        raise ValueError(
+            f"{type(model).__name__} can't run on a cache whose rows have their own lengths ({type(error).__name__}: {error}), "
+            "as it reads the cache's tensors in a way of its own: generate without assistant_model."
+        ) from error
     if not found.passed:
         raise ValueError(
             f"{type(model).__name__} fails the self-check: {found}. Drafts are verified several in one forward, which then "
@@ -88,7 +94,8 @@ def _structure(model) -> tuple:
     modules = hash(tuple((type(m), id(m.__dict__.get("forward"))) for m in model.modules()))
     config = model.config.get_text_config()
     attention = getattr(model.config, "_attn_implementation", None), getattr(config, "is_decoder", None)
-    return modules, model.dtype, model.device, attention, torch.is_autocast_enabled(model.device.type)
+    device = execution_device(model)
+    return modules, model.dtype, device, attention, torch.is_autocast_enabled(device.type)
 
 
 def _measure(model) -> SelfCheck:
@@ -106,7 +113,7 @@ def _measure(model) -> SelfCheck:
 def _epsilon(model) -> float:
     """Rounding of the coarsest number format at work; float64 models compute some parts in float32."""
     dtypes = {p.dtype for p in model.parameters() if p.dtype.is_floating_point and p.dtype.itemsize > 1} | {torch.float32}
-    kind = model.device.type
+    kind = execution_device(model).type
     if torch.is_autocast_enabled(kind):
         dtypes.add(torch.get_autocast_dtype(kind))
     if torch.get_float32_matmul_precision() != "highest":
@@ -159,7 +166,8 @@ def _undisturbed(model) -> Iterator[None]:
     training = [m for m in model.modules() if m.training]
     # Dynamic rotary embeddings remember the longest text; short tokens would reset them.
     rotary = [(m, dict(vars(m)), dict(m._buffers)) for m in model.modules() if "max_seq_len_cached" in vars(m)]
-    devices = [model.device] if model.device.type == "cuda" else []
+    device = execution_device(model)
+    devices = [device] if device.type == "cuda" else []
     try:
         for m in training:
             m.training = False
