@@ -12,6 +12,7 @@ from hf_dspark.verification.probabilities import DEFAULTS, Scorer
 from .cache import from_user_cache
 from .candidates import stock_generate
 from .loop import DecodeLoop, Request, Settings
+from .options import check_options
 from .outputs import Recorder, SpeculationStats, SpeculativeOutput
 from .policy import policy_for
 from .preparation import check_positions
@@ -58,6 +59,7 @@ def check_call(target, drafter, mode, config, kwargs) -> None:
             f"cache_implementation={implementation!r} can't be rolled back row by row after a rejected draft: drop it, or "
             "generate without assistant_model."
         )
+    check_options(config)
     drafter.bind(target)
     speculation = resolve(drafter, config)
     if speculation.confidence_threshold > 0 and not drafter.config.confidence_head and not drafter.config.survival_model:

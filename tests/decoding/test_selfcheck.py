@@ -56,8 +56,7 @@ def test_one_activation_scale_for_all_tokens_of_a_call_is_noticed():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_encoders_show_in_the_check_as_well(dtype):
-    config = dict(std=0.3, is_decoder=False)
-    encoder = tiny.make_target("xlm-roberta-xl", attention="eager", **{"is_decoder": config["is_decoder"]})
+    encoder = tiny.make_target("xlm-roberta-xl", attention="eager", is_decoder=False)
     assert not self_check(encoder.to(dtype)).passed
 
 
@@ -110,7 +109,6 @@ def test_the_check_leaves_no_trace(fresh_target):
     modes = [m.training for m in fresh_target.modules()]
     hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in fresh_target.modules()]
     weights, state = copy.deepcopy(fresh_target.state_dict()), torch.get_rng_state()
-    fresh_target.model.layers[1].register_forward_pre_hook(lambda module, args: torch.rand(3) and None if False else None)
     drawing = fresh_target.model.layers[1].register_forward_hook(lambda *args: torch.rand(1) * 0 + args[2])
     self_check(fresh_target)
     drawing.remove()
