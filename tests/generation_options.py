@@ -38,9 +38,9 @@ What becomes of an option of `generate()` when a drafter is passed as `assistant
   seed=...)`; the verifications `ratio` and `block` use the same probabilities and give the same distribution.
 * **refused**: a `ValueError` that says why and what to set instead.
 
-No option is silently ignored: those without effect are listed last. `SpeculationConfig(engine="stock")` runs transformers' own assisted loop instead of ours: one
-row, the same greedy tokens and the same distribution, none of the rest is promised. `cache` was called `past_key_values` before
-transformers 5.24.
+No option is silently ignored: those without effect are listed last. `SpeculationConfig(engine="stock")` runs transformers' own
+assisted loop instead of ours: one row, the same greedy tokens and the same distribution, none of the rest is promised. `cache`
+was called `past_key_values` before transformers 5.24.
 """
 
 

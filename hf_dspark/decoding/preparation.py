@@ -51,7 +51,7 @@ def position_limits(config) -> list[PositionLimit]:
 
 
 def draft_room(limits: Sequence[PositionLimit], length: int) -> float:
-    """Most drafts that may be verified behind `length` committed tokens, so that the forward lies on one side of every limit."""
+    """Most drafts behind `length` committed tokens for which the forward lies on one side of every limit."""
     room = float("inf")
     for limit in limits:
         if length <= limit.at:
@@ -111,8 +111,8 @@ def check_preparation(model) -> None:
     hooks = (h for m in model.modules() for h in m._forward_pre_hooks.values())
     if any("adapter_names" in getattr(h, "keywords", {}) for h in hooks):
         raise ValueError(
-            "adapter_names gives every row an adapter of its own, and rows leave a drafted batch as they end: generate the rows "
-            "of one adapter at a time (set_adapter), or drop assistant_model."
+            "adapter_names gives every row an adapter of its own, and rows leave a drafted batch as they end: generate the "
+            "rows of one adapter at a time (set_adapter), or drop assistant_model."
         )
     if not _overrides(model):
         return

@@ -35,8 +35,8 @@ def decoder_layers(target) -> torch.nn.ModuleList:
             if isinstance(module, torch.nn.ModuleList) and len(module) == count:
                 return module
     raise ValueError(
-        f"{type(target).__name__} has no list of {count} decoder layers, as its config's num_hidden_layers says, so its features "
-        "can't be tapped: use a decoder-only model with standard layers."
+        f"{type(target).__name__} has no list of {count} decoder layers, as its config's num_hidden_layers says, so its "
+        "features can't be tapped: use a decoder-only model with standard layers."
     )
 
 
