@@ -98,9 +98,7 @@ def check_exact(target):
     texts = [tiny.plain(target, p, max_new_tokens=NEW) for p in prompts]
     for rows in (1, 3):
         drafter = tiny.good(texts, block=4)
-        out = target.generate(
-            **tiny.padded(prompts[:rows]), assistant_model=drafter, max_new_tokens=NEW, do_sample=False
-        )
+        out = target.generate(**tiny.padded(prompts[:rows]), assistant_model=drafter, max_new_tokens=NEW, do_sample=False)
         assert tiny.generated(out, 9, [NEW] * rows) == [t[-NEW:] for t in texts[:rows]]
 
 

@@ -30,6 +30,9 @@ class Broken:
     def __call__(self, **inputs):
         return self.target(**inputs)
 
+    def __getattr__(self, name):
+        return getattr(self.target, name)
+
     def generate(self, ids, assistant_model=None, **options):
         out = self.target.generate(ids, **options)
         if assistant_model is not None:
