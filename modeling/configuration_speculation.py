@@ -37,6 +37,8 @@ class SpeculationConfig:
         tree_budget (`int`, *optional*): nodes of a stage's tree. `None` lets the measured costs decide, up to 32.
         engine (`str`, defaults to `"own"`): `"own"` is this library's loop, `"stock"` transformers' assisted loop
             (batch 1).
+        trust_target (`bool`, defaults to `False`): skip the target's self-check. A target fails it whose logits depend on
+            other tokens of the same forward; the text is then not plain decoding's. Belongs to a call, never stored.
     """
 
     num_draft_tokens: int | None = None
@@ -50,6 +52,7 @@ class SpeculationConfig:
     tree: str | None = None
     tree_budget: int | None = None
     engine: str = "own"
+    trust_target: bool = False
 
     def __new__(cls, *args, **knobs):
         known = [f.name for f in fields(cls)]
@@ -95,11 +98,12 @@ class SpeculationConfig:
         return self.tree is not None or "auto" in (self.scheduler, self.loop_gate, self.copy)
 
     def to_dict(self) -> dict:
-        """What is stored with a drafter: every knob but the seed, which belongs to a call."""
-        return {k: v for k, v in asdict(self).items() if k != "seed"}
+        """What is stored with a drafter: every knob but those that belong to a call, the seed and `trust_target`."""
+        return {k: v for k, v in asdict(self).items() if k not in ("seed", "trust_target")}
 
     @classmethod
     def from_dict(cls, values: dict | None) -> "SpeculationConfig":
-        """Knobs of a newer version that this one doesn't know are dropped, as transformers' configs do."""
-        known = {f.name for f in fields(cls)}
+        """Knobs of a newer version that this one doesn't know are dropped, as transformers' configs do; so is `trust_target`,
+        as a drafter can't vouch for a target."""
+        known = {f.name for f in fields(cls)} - {"trust_target"}
         return cls(**{k: v for k, v in (values or {}).items() if k in known})

@@ -166,6 +166,7 @@ class DecodeLoop:
         width = max(verified) + 1
         fed = torch.cat([batch.anchors[:, None], draft.tokens[:, : width - 1]], 1)
         ends = [n + length for n, length in zip(batch.lengths, verified)]
+        self.target.restart(batch.ids, batch.cache, batch.lengths)
         tree = None if draft.parents is None else ancestors(draft.parents[:, : width - 1])
         out = self.target.forward(fed, batch.cache, ends, tree=tree, **batch.rows[0].outputs.flags)
         commits, new, judged = self._commit(batch, context.sampling, draft, verified, out.logits.to(batch.device), clock)
@@ -229,7 +230,7 @@ class DecodeLoop:
         return copies, lengths, 0 if all(lengths) else self.policy.plan() if scheduled else batch.proposer.block
 
     def _context(self, batch: Batch) -> Context:
-        room = [min(row.left - 1, self.target.room(row.n)) for row in batch.rows]
+        room = [min(row.left - 1, self.target.room(row.n), self.target.draft_room(row.n)) for row in batch.rows]
         keys = [row.request.key for row in batch.rows]
         return Context(keys, batch.anchors, batch.ids, batch.lengths, room, sampling_of(batch))
 
