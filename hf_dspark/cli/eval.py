@@ -2,6 +2,7 @@
 
 import json
 from datetime import date
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
@@ -51,7 +52,7 @@ def evaluate(
         list[Path], typer.Option(exists=True, dir_okay=False, help="jsonl of `turns`, `messages` or `prompt`; repeats.")
     ] = ...,
     drafter: str = typer.Option(None, callback=check_drafter, help="Hub id or folder of a drafter."),
-    methods: str = typer.Option(None, help="Of plain, lookup, stock and own, with commas; all but stock by default."),
+    methods: str = typer.Option("plain,lookup,own", help="Of plain, lookup, stock and own, with commas."),
     setting: Annotated[list[str], typer.Option(help="Knobs for own and stock, e.g. 'num_draft_tokens=3'; repeatable.")] = (),
     temperature: Annotated[list[float], typer.Option(min=0, callback=finite, help="0 is greedy; repeatable.")] = (0.0,),
     top_k: int = typer.Option(0, min=0, help="When sampling; 0 is off."),
@@ -71,13 +72,15 @@ def evaluate(
     overwrite: bool = typer.Option(False, "--overwrite", help="Replace OUT and pictures that are there."),
 ):
     """Measure acceptance and speed of a drafter against other ways of generating the same answers."""
-    kinds = [m.strip() for m in methods.split(",") if m.strip()] if methods else ["plain", "lookup", *(["own"] if drafter else [])]
-    if drafter is None and ({"own", "stock"} & set(kinds) or methods is None):
-        raise ValueError(f"{'--methods ' + methods if methods else 'Own'} needs a drafter: pass --drafter, or --methods plain,lookup.")
+    kinds = [m.strip() for m in methods.split(",") if m.strip()]
+    if drafter is None and {"own", "stock"} & set(kinds):
+        raise ValueError(f"--methods {methods} needs a drafter: pass --drafter, or --methods plain,lookup.")
     if turns not in ("first", "all"):
         raise ValueError(f"--turns {turns} is unknown: use first or all.")
     check_output(out, "--out", overwrite)
     check_output(plots, "--plots", overwrite, folder=True)
+    if plots is not None:
+        import_module("matplotlib")  # or hours of measuring would end without pictures
     texts = [p for path in prompts for p in read_prompts(path, limit)]
     settings = [parse_setting(s) for s in setting] or [{}]
 

@@ -1,6 +1,7 @@
 """The `hf-dspark` command. Each sub-command is a module beside this one with a typer `app`, imported when it is called."""
 
 import os
+import re
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
@@ -97,8 +98,13 @@ def _run(name: str, arguments: list[str]) -> int | None:
 def _fail(ctx: typer.Context, error: Exception, message: str) -> None:
     if ctx.obj:
         raise error
-    typer.secho(f"Error: {' '.join(message.split())}", fg="red", err=True)
+    typer.secho(f"Error: {as_options(' '.join(message.split()))}", fg="red", err=True)
     raise typer.Exit(1)
+
+
+def as_options(message: str) -> str:
+    """Example: `'... is missing: pass target=..., or bind the drafter first.'` -> `'... is missing: add --target.'`"""
+    return re.sub(r"pass target=\.\.\.(, or (bind the drafter first|set it))?", "add --target", message)
 
 
 for _name, _command in COMMANDS.items():

@@ -46,7 +46,7 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
             ) from None
         prompts.append(Prompt(tuple(map(str, turns)), str(record.get("source", path.stem)), len(prompts)))
     if not prompts:
-        raise ValueError(f"{path} holds no prompt: give one JSON object a line, such as {{\"prompt\": \"Why is the sky blue?\"}}.")
+        raise ValueError(f"{path} holds no prompt: give one JSON object a line, such as {json.dumps({'prompt': 'Who am I?'})}.")
     return prompts
 
 
@@ -120,7 +120,7 @@ class JsonLines:
             return json.loads(line)
         except ValueError as error:
             raise ValueError(
-                f"{self.path}, line {number} is no JSON ({error}), so an earlier run didn't write this file: choose another output."
+                f"{self.path}, line {number} is no JSON ({error}), so no earlier run wrote this file: choose another output."
             ) from None
 
     def append(self, record: dict) -> dict:
