@@ -28,8 +28,8 @@ PROMPTS = (
 )
 
 LEGEND = (
-    "read as: the drafter as its file says, and in other ways that a wrong file would call for. tau: tokens per target forward, "
-    "bonus token included. tau if drawn: the same, expected where drafts are sampled."
+    "read as: the drafter as its file says, and in other ways that a wrong file would call for. tau: tokens per target "
+    "forward, bonus token included. tau if drawn: the same, expected where drafts are sampled."
 )
 
 app = typer.Typer(add_completion=False)

@@ -85,7 +85,8 @@ class Diagnosis:
     """What was found: `verdict` in a word, `advice` in words.
 
     Verdicts: `"fits"`; what has to be read otherwise, `"slots"`, `"layers"`, `"rope"`, `"head"`, `"embedding"` or
-    `"correction"`, joined by `+` if there are several; `"target"`, `"undertrained"` or `"untrained"` where no reading makes sense of the drafter.
+    `"correction"`, joined by `+` if there are several; `"target"`, `"undertrained"` or `"untrained"` where no reading makes
+    sense of the drafter.
     `readings` holds all that was tried, as loaded first; `changes` what differs in the best one.
     """
 

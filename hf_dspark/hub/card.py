@@ -199,7 +199,7 @@ def _table(result):
     note += f"{plan.get('max_new_tokens', '?')} new tokens, batch 1, thinking {thinking}; {versions}."
     meaning = "tau: tokens per target forward, bonus token included. x plain: wall-clock ratio to plain decoding of the same "
     meaning += "prompts, prefill left out, with its 95 % interval. own: this drafter in hf_dspark's loop; stock: in "
-    meaning += "transformers' loop; lookup: transformers' prompt lookup, without a drafter. In brackets: the knobs that were set."
+    meaning += "transformers' loop; lookup: transformers' prompt lookup, without a drafter. In brackets: the knobs set."
     return f"{table}\n\n{meaning}\n\n{note}"
 
 
