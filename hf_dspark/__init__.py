@@ -52,7 +52,7 @@ class _Checkout:
 
 
 if (_Checkout.folder / "__init__.py").exists() and not _Path(__file__).with_name("modeling").exists():
-    sys.meta_path.append(_Checkout)
+    sys.meta_path.insert(0, _Checkout)  # before an editable install of another checkout
 
 
 def _is_command() -> bool:

@@ -1,11 +1,12 @@
 """Targets and drafters by the names that the command line takes."""
 
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import typer
 
-from hf_dspark.names import EMBEDDED, check_place
+from hf_dspark.names import EMBEDDED, check_place, is_hub_id
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 QUANTIZATIONS = {"bnb-4bit": "bitsandbytes", "bnb-8bit": "bitsandbytes", "int8": "torchao", "int4": "torchao"}
@@ -56,6 +57,37 @@ def check_drafter(name: str | None) -> str | None:
     return name
 
 
+def check_hub(name: str, revision: str | None = None) -> None:
+    """Ask the Hub once for an id that isn't in the cache, so that a misspelt one isn't tried again and again.
+
+    Raises:
+        OSError: it has no such repository, or can't be reached.
+    """
+    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    if not is_hub_id(name) or isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str):
+        return
+    try:
+        HfApi().model_info(name, revision=revision, timeout=10)
+    except RepositoryNotFoundError:
+        raise OSError(
+            f"{name} is no folder here and no repository on the Hub that you may read: check the spelling, or log in with "
+            "`hf auth login`."
+        ) from None
+    except Exception as error:  # whatever else is wrong, the download will meet again and say better
+        if "Connect" in type(error).__name__:
+            raise OSError(f"{name} is no folder here, isn't in the cache, and the Hub can't be reached ({error}).") from None
+
+
+def _hide_bars() -> None:
+    """transformers' progress bars are for a screen; in a file they are one long line."""
+    from transformers.utils.logging import disable_progress_bar
+
+    if not sys.stderr.isatty():
+        disable_progress_bar()
+
+
 def quantization_config(name: str | None):
     """transformers' config for `--quantize`, or None.
 
@@ -91,6 +123,7 @@ def load_target(name: str, dtype: str = "auto", device: str | None = None, quant
     import hf_dspark
 
     hf_dspark.install()  # the command leaves out nearly all of the package until here
+    _hide_bars()
     check_target(name)
     kind = dtype_of(dtype)
     check_device(device)
@@ -103,6 +136,7 @@ def load_target(name: str, dtype: str = "auto", device: str | None = None, quant
         model, tokenizer = _embedded(kind)
     else:
         _refuse_drafter(name)
+        check_hub(name, options.get("revision"))
         model, tokenizer = _pretrained(name, kind, options, config, device)
     return model.to(device) if device and config is None else model, tokenizer
 
@@ -152,6 +186,9 @@ def load_drafter(name, target=None, **overrides):
     """
     from hf_dspark import AutoDrafter
 
+    _hide_bars()
+    check_drafter(str(name))
+    check_hub(str(name), overrides.get("revision"))
     try:
         return AutoDrafter.from_pretrained(name, target=target, **overrides)
     except TypeError as error:

@@ -65,7 +65,7 @@ def _add(name: str, command: Command) -> None:
         try:
             code = _run(name, ctx.args)
         except (KeyboardInterrupt, typer.Abort) as stop:
-            typer.secho(f"Stopped: {stop or command.interrupted}", fg="yellow", err=True)
+            typer.secho(f"Stopped: {str(stop) or command.interrupted}", fg="yellow", err=True)
             raise typer.Exit(130) from None
         except ImportError as error:
             missing = (error.name or "").split(".")[0]
@@ -86,7 +86,7 @@ def _run(name: str, arguments: list[str]) -> int | None:
     """Run a sub-command; returns its exit code. Usage errors are raised, and shown by `app`.
 
     Raises:
-        KeyboardInterrupt: it was interrupted; the message, if any, says what is left.
+        KeyboardInterrupt, typer.Abort: it was interrupted; the message, if any, says what is left.
     """
     module = import_module(f"hf_dspark.cli.{name}")
     code = typer.main.get_command(module.app)(args=arguments, prog_name=f"hf-dspark {name}", standalone_mode=False)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -68,7 +69,7 @@ def interruptible(left: str) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(left) from None
+        raise typer.Abort(left) from None
 
 
 def prompt_warnings(drafter, tokenizer, chat: bool, thinking: bool | None) -> list[str]:

@@ -97,7 +97,7 @@ def test_a_file_that_is_not_there_is_refused_before_anything_is_loaded(arguments
 @pytest.mark.parametrize(
     ("option", "words"),
     [
-        (["--loop-gate", "often"], "loop_gate='often' is unknown: set a log-probability"),
+        (["--loop-gate", "often"], "loop_gate='often' is no number: set a log-probability"),
         (["--verification", "guess"], "verification='guess' is unknown"),
         (["--loop-gate", "nan"], "loop_gate=nan is no number"),
         (["--engine", "fast"], "engine='fast' is unknown"),

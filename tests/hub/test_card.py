@@ -166,7 +166,10 @@ def test_the_lines_that_load_it_name_its_repository(folder):
     assert card(folder) == text  # known from then on
 
 
-@pytest.mark.parametrize(("temperatures", "words"), [(None, "not calibrated"), ([1.0] * 5, "not calibrated"), ([1.0, 1.2], "yes, calibrated")])
+@pytest.mark.parametrize(
+    ("temperatures", "words"),
+    [(None, "not calibrated"), ([1.0] * 5, "not calibrated"), ([1.0, 1.2], "yes, calibrated")],
+)
 def test_calibrated_means_that_a_temperature_was_changed(folder, temperatures, words):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"confidence_temperatures": temperatures}))
