@@ -73,7 +73,7 @@ class SpeculationConfig:
     def __post_init__(self):
         for name, lowest, remedy in (
             ("num_draft_tokens", 0, "a positive number, 0 for plain decoding, or None for the drafter's trained length"),
-            ("max_draft_stages", 1, "1 or more"),
+            ("max_draft_stages", 1, "at least 1"),
             ("seed", None, "a whole number, or None to follow set_seed"),
         ):
             _check_whole(name, getattr(self, name), lowest, remedy)
