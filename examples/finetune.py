@@ -52,11 +52,8 @@ def main():
     target, data, options = tiny_world() if args.tiny else real_world(args)
     output = args.output or tempfile.mkdtemp()
     common = {"output_dir": output, "max_steps": args.steps, "report_to": [], "save_strategy": "no", "disable_tqdm": True}
-    common |= {
-        "logging_steps": max(1, args.steps // 4),
-        "per_device_train_batch_size": 4,
-        "learning_rate": 1e-2 if args.tiny else 2e-3,
-    }
+    common |= {"logging_steps": max(1, args.steps // 4), "per_device_train_batch_size": 4}
+    common |= {"learning_rate": 1e-2 if args.tiny else 2e-3}
 
     # Ours: the target runs inside the step, losses compare distributions, and evaluation really decodes.
     drafter = new_drafter(target, block_size=5, num_hidden_layers=1, markov_rank=32, confidence_head=True, **options)

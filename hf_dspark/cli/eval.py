@@ -1,6 +1,7 @@
 """`hf-dspark eval`: acceptance and speed of plain decoding, prompt lookup and a drafter, side by side."""
 
 import json
+import math
 from datetime import date
 from importlib import import_module
 from pathlib import Path
@@ -21,6 +22,7 @@ from .shared import (
     load_drafter,
     load_target,
     number,
+    percent,
     progress,
     prompt_warnings,
     say,
@@ -32,10 +34,9 @@ app = typer.Typer(add_completion=False)
 
 
 LEGEND = (
-    "tau: tokens per target forward, bonus token included, over all rounds; by answer: its mean over answers. "
-    "accepted: drafts per round. of verified: their share of the drafts that were verified. ms/token: drafting/verifying/rest, "
-    "prefill left out. x plain, x lookup: speed against plain decoding and prompt lookup, with 95 % intervals. "
-    "same: answers equal to plain decoding's, token for token."
+    "tau: tokens per target forward, bonus token included. drafts: accepted ones per round. rate: their share of the verified "
+    "ones. ms/token: drafting/verifying/rest, prefill left out. x plain, x lookup: speed against plain decoding and prompt "
+    "lookup, with 95 % intervals. same: answers equal to plain decoding's, token for token."
 )
 METHODS = (
     "own: the drafter in this library's loop; stock: in transformers' loop; lookup: transformers' prompt lookup. In brackets: "
@@ -174,18 +175,18 @@ def parse_setting(text: str) -> dict:
 
 def results_table(results: list[dict], name: str, temperature: float):
     """One row per method, what it was and how fast; `LEGEND` explains the columns. At most 100 characters wide."""
-    columns = ["method", "tau", "by answer", "accepted", "of verified", "tok/s", "ms/token", "x plain", "x lookup", "same"]
+    columns = ["method", "tau", "drafts", "rate", "tok/s", "ms/token", "x plain", "x lookup", "same"]
     rows = []
     for r in results:
-        split = "/".join(number(1e3 * s, 1) for s in r["split"].values()) if "split" in r else "-"
-        rates = [r.get("accepted_per_round"), r.get("acceptance_rate")]
+        split = "/".join(f"{1e3 * s:.3g}" for s in r["split"].values()) if "split" in r else "-"
+        rates = [r.get("accepted_per_round"), percent(r.get("acceptance_rate", math.nan))]
         ratios = [_ratio(r.get(f"speedup_over_{m}")) for m in ("plain", "lookup")]
-        same = f"{r['same_text']:.0%}" if r.get("same_text") is not None else "-"
+        same = percent(r.get("same_text", math.nan))
         speed = number(r["tokens_per_second"], 1)
         method = r["method"].replace("[", " [", 1)  # a place to break the line
-        rows.append([method, r["tau"], r["tau_macro"], *rates, speed, split, *ratios, same])
+        rows.append([method, r["tau"], *rates, speed, split, *ratios, same])
     return table(f"{name}, temperature {temperature:g}", columns, rows)
 
 
 def _ratio(speedup: dict | None) -> str:
-    return f"{speedup['ratio']:.2f} ({speedup['low']:.2f}-{speedup['high']:.2f})" if speedup else "-"
+    return f"{speedup['ratio']:.2f}\n({speedup['low']:.2f}-{speedup['high']:.2f})" if speedup else "-"

@@ -7,9 +7,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from hf_dspark.names import EMBEDDED
 
@@ -107,11 +109,12 @@ def warn(lines: Iterable[str]) -> None:
 
 
 def table(title: str, columns: Iterable[str], rows: Iterable[Iterable]) -> Table:
-    out = Table(title=title, title_justify="left", title_style="bold")
+    """A table of text and numbers; brackets are brackets, not rich's markup."""
+    out = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
     for i, column in enumerate(columns):
         out.add_column(column, justify="left" if i == 0 else "right", overflow="fold")
     for row in rows:
-        out.add_row(*[cell if isinstance(cell, str) else number(cell) for cell in row])
+        out.add_row(*[Text(cell if isinstance(cell, str) else number(cell)) for cell in row])
     return out
 
 

@@ -270,8 +270,8 @@ class _Search:
         trained += f" on {record['examples']:,} examples" if trained and record.get("examples") is not None else ""
         if made_for and made_for == target_name:
             advice = (
-                f"{sure}, although it was trained for this very target: too little, most likely"
-                f"{f' ({trained})' if trained else ''}. Train it longer, or on more data."
+                f"{sure}, although it was trained for this very target: too little, or on texts unlike these"
+                f"{f' ({trained})' if trained else ''}. Train it longer, or on more data, or try other prompts."
             )
             return Diagnosis("undertrained", advice, self.readings)
         advice = (
