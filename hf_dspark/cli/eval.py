@@ -147,7 +147,7 @@ def hints(results: list[dict], few: int = 10) -> list[str]:
     answers = min((r["answers"] for r in results), default=few)
     if answers < few:
         lines.append(
-            f"{answers} answer{'s' * (answers != 1)} of a method are too few to tell it from another: the intervals in "
+            f"{answers} answer{'s' * (answers != 1)} of a method {'are' if answers != 1 else 'is'} too few to tell it from another: the intervals in "
             f"brackets are rough. Give {few} prompts or more, and --repeats."
         )
     return lines
@@ -183,10 +183,14 @@ def results_table(results: list[dict], name: str, temperature: float):
         ratios = [_ratio(r.get(f"speedup_over_{m}")) for m in ("plain", "lookup")]
         same = percent(r.get("same_text", math.nan))
         speed = number(r["tokens_per_second"], 1)
-        method = r["method"].replace("[", " [", 1)  # a place to break the line
+        method = r["method"].replace("[", "\n[", 1).replace(", ", "\n ")
         rows.append([method, r["tau"], *rates, speed, split, *ratios, same])
     return table(f"{name}, temperature {temperature:g}", columns, rows)
 
 
 def _ratio(speedup: dict | None) -> str:
-    return f"{speedup['ratio']:.2f}\n({speedup['low']:.2f}-{speedup['high']:.2f})" if speedup else "-"
+    """Example: `'12.3\\n(9.87-14.1)'`."""
+    if not speedup:
+        return "-"
+    ratio, low, high = (number(speedup[k], 2 if speedup[k] < 10 else 1) for k in ("ratio", "low", "high"))
+    return f"{ratio}\n({low}-{high})"

@@ -110,9 +110,9 @@ def warn(lines: Iterable[str]) -> None:
 
 def table(title: str, columns: Iterable[str], rows: Iterable[Iterable]) -> Table:
     """A table of text and numbers; brackets are brackets, not rich's markup."""
-    out = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+    out = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
     for i, column in enumerate(columns):
-        out.add_column(column, justify="left" if i == 0 else "right", overflow="fold")
+        out.add_column(column, justify="left" if i == 0 else "right", overflow="fold", no_wrap=i == 0)
     for row in rows:
         out.add_row(*[Text(cell if isinstance(cell, str) else number(cell)) for cell in row])
     return out

@@ -1,5 +1,6 @@
 """A drafter's model card, filled from what its folder and its evaluation recorded."""
 
+import hashlib
 import json
 import math
 import re
@@ -14,6 +15,7 @@ from .checkpoint import Checkpoint
 BEGIN = "<!-- hf-dspark card: from here to the end mark is rewritten by `hf-dspark card`; text outside is yours -->"
 END = "<!-- hf-dspark card: end -->"
 FRONT = re.compile(r"\A---\n(.*?)\n---\n?", re.DOTALL)
+MEASURED = re.compile(r"^## Measured\n.*?(?=^## |^<!-- hf-dspark card: end)", re.DOTALL | re.MULTILINE)
 LOADED = re.compile(r'AutoDrafter\.from_pretrained\("([^"/]+/[^"/]+)"')
 FAMILIES = {"none": "DFlash", "domino": "Domino", "markov": "DSpark", "gated": "DSpark", "rnn": "DSpark"}
 UNKNOWN = "not recorded"
@@ -28,7 +30,8 @@ def write_card(
         folder (`str` or `PathLike`): a drafter in our own format. Its `run.json`, if there, may hold `target`, `license`,
             `language`, `datasets` (Hub ids), `data` (a sentence), `examples`, `tokens`, `steps`, `hours`, `machine`, `command`,
             `versions` (a mapping) and `limits` (a list of sentences); a `trainer_state.json` fills in steps and hours.
-        evaluations (sequence of paths): results of `hf-dspark eval`.
+        evaluations (sequence of paths): results of `hf-dspark eval`. Without any, an earlier card's numbers stay, unless the
+            weights are others now.
         license (`str`, *optional*): an SPDX id; wins over the record's and the header's.
         base_model (`str`, *optional*): the target's id on the Hub; wins likewise. A recorded target that is a local path is
             left out of the card.
@@ -59,10 +62,34 @@ def write_card(
     facts = describe(config, record, target, parameters, size)
     repo_id = repo_id or known_repo(old) or f"OWNER/{folder.name}"
     name = repo_id.split("/")[1]
-    parts = [head(name, facts), usage(facts, repo_id), measured(results), made(record, facts), limits(record, facts)]
+    numbers = measured(results) if results else kept(old, weights_hash(folder))
+    if "|" in numbers:
+        numbers += f"\n\n<!-- weights: {weights_hash(folder)} -->"
+    parts = [head(name, facts), usage(facts, repo_id), numbers, made(record, facts), limits(record, facts)]
     given = {key: value for key, value in (("license", license), ("base_model", target)) if value}
     path.write_text(merge(old, metadata(facts, record), "\n\n".join(parts), given), encoding="utf-8")
     return path
+
+
+def kept(card: str, weights: str) -> str:
+    """What an earlier card measured, without its mark of the weights; of other weights only that they were others."""
+    found = MEASURED.search(card)
+    if found is None or "|" not in found[0]:
+        return measured([])
+    mark = re.search(r"\n*<!-- weights: (\w+) -->", found[0])
+    if mark and mark[1] != weights:
+        return "## Measured\n\nNothing since the weights were changed: run `hf-dspark eval`, then `hf-dspark card --eval`."
+    return (found[0][: mark.start()] if mark else found[0]).strip()
+
+
+def weights_hash(folder: Path) -> str:
+    """16 hex digits of the folder's weight files."""
+    sha = hashlib.sha256()
+    for path in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
+        with path.open("rb") as file:
+            while chunk := file.read(1 << 22):
+                sha.update(chunk)
+    return sha.hexdigest()[:16]
 
 
 def known_target(path: Path) -> str | None:

@@ -1,6 +1,7 @@
 """The card says what was recorded, keeps what a human wrote, and makes nothing up."""
 
 import json
+import re
 
 import pytest
 import yaml
@@ -135,6 +136,24 @@ def test_what_a_human_wrote_outside_the_marks_survives(folder):
     assert front(again)["tags"] == ["speculative-decoding", "drafter", "dspark", "mine"]
     assert "| own |" in again and "Nothing yet" not in again
     assert card(folder, RESULTS) == again  # a second run changes nothing
+
+
+def test_numbers_of_an_earlier_card_stay_while_the_weights_do(folder):
+    text = card(folder, RESULTS)
+    assert card(folder) == text and card(folder, license="mit").count("| gsm8k | own |") == 1
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\7")
+    stale = card(folder)
+    assert "| gsm8k" not in stale and "Nothing since the weights were changed" in stale
+    assert "| gsm8k | own |" in card(folder, RESULTS)
+
+
+def test_numbers_of_a_card_without_a_mark_of_its_weights_stay(folder):
+    text = card(folder, RESULTS)
+    unmarked = re.sub(r"\n*<!-- weights: .*-->", "", text)
+    assert unmarked != text
+    (folder / "README.md").write_text(unmarked)
+    assert card(folder) == text
 
 
 def test_an_older_readme_without_marks_is_kept_below():
