@@ -35,8 +35,9 @@ app = typer.Typer(add_completion=False)
 
 LEGEND = (
     "tau: tokens per target forward, bonus token included. drafts: accepted ones per round. rate: their share of the verified "
-    "ones. ms/token: drafting/verifying/rest, prefill left out. x plain, x lookup: speed against plain decoding and prompt "
-    "lookup, with 95 % intervals. same: answers equal to plain decoding's, token for token."
+    "ones. tok/s: tokens per second, ms/token: drafting/verifying/rest, both with the prefill left out. x plain, x lookup: "
+    "speed against plain decoding and prompt lookup, with 95 % intervals. same: answers equal to plain decoding's, token for "
+    "token."
 )
 METHODS = (
     "own: the drafter in this library's loop; stock: in transformers' loop; lookup: transformers' prompt lookup. In brackets: "
@@ -147,8 +148,8 @@ def hints(results: list[dict], few: int = 10) -> list[str]:
     answers = min((r["answers"] for r in results), default=few)
     if answers < few:
         lines.append(
-            f"{answers} answer{'s' * (answers != 1)} of a method {'are' if answers != 1 else 'is'} too few to tell it from another: the intervals in "
-            f"brackets are rough. Give {few} prompts or more, and --repeats."
+            f"{answers} answer{'s' * (answers != 1)} of a method {'are' if answers != 1 else 'is'} too few to tell it from "
+            f"another: the intervals in brackets are rough. Give {few} prompts or more, and --repeats."
         )
     return lines
 

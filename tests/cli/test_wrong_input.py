@@ -9,6 +9,7 @@ from typing import get_args
 
 import pytest
 import tiny_chat
+from huggingface_hub.errors import RepositoryNotFoundError
 from typer.testing import CliRunner
 
 from hf_dspark.auto import AutoDrafter
@@ -287,6 +288,30 @@ def test_options_of_the_target_reach_transformers(world, monkeypatch):
     assert call("generate", "target", "w3", *given).exit_code == 0
     assert seen[0] | {"revision": "main", "trust_remote_code": True, "attn_implementation": "eager"} == seen[0]
     refused(call("generate", "smollm2", "w3", "--revision", "main"), "--revision was given for smollm2")
+
+
+def test_the_hub_is_asked_once_for_a_name_it_may_not_have(world, monkeypatch):
+    class ConnectError(Exception):
+        pass
+
+    asked = []
+
+    def answer(error):
+        def model_info(self, name, **options):
+            asked.append(name)
+            raise error
+
+        monkeypatch.setattr("huggingface_hub.HfApi.model_info", model_info)
+
+    answer(RepositoryNotFoundError.__new__(RepositoryNotFoundError))
+    refused(call("generate", "owner/misspelt", "w3"), "owner/misspelt is no folder here and no repository on the Hub")
+    refused(call("generate", "target", "w3", "--drafter", "owner/misspelt"), "no repository on the Hub")
+    answer(ConnectError("no network"))
+    refused(call("generate", "owner/misspelt", "w3"), "the Hub can't be reached (no network)")
+    assert asked == ["owner/misspelt"] * 3
+    answer(ValueError("another fault"))
+    loading.check_hub("owner/name")  # the download will say it better
+    loading.check_hub("target")
 
 
 def test_quantisation_names_what_is_missing(monkeypatch):
