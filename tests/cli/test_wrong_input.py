@@ -197,7 +197,8 @@ def test_a_failed_conversion_leaves_nothing_behind(world):
 
 
 @pytest.mark.parametrize(
-    ("command", "content"), [("generate", b"my notes\nno end"), ("generate", b"[1, 2]"), ("profile", b"{}")]
+    ("command", "content"),
+    [("generate", b"my notes\nno end"), ("generate", b"notes"), ("generate", b"[1, 2]"), ("profile", b"{}")],
 )
 def test_a_file_of_something_else_is_neither_gone_on_with_nor_touched(world, command, content):
     name = arguments(command)[-1 if command == "generate" else 5]
