@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Sampler
 
 from .anchors import draw_anchors, keyed_generator
 
@@ -80,10 +80,14 @@ def example_from(row: dict, tokenizer=None, enable_thinking: bool | None = None)
     return {"input_ids": ids, "labels": [i if m else -100 for i, m in zip(ids, mask, strict=True)]}
 
 
-class ChatDataset(Dataset):
-    """Supervised chats, each with the id and the epoch that key its anchors (the loader sets the epoch).
+BLANK = {"input_ids": [0], "labels": [-100], "example_id": -1}  # fills up the last batches of an epoch, teaches nothing
 
-    The id is the row's "example_id", or its number.
+
+class ChatDataset(Dataset):
+    """Supervised chats, each with the id and the epoch that key its anchors.
+
+    The id is the row's "example_id", or its number. The epoch comes with the index, as [`KeyedSampler`] gives it: a worker
+    process has no epoch of its own.
 
     Args:
         rows: dicts as [`example_from`] reads them. max_length (`int`): longer chats are cut.
@@ -93,7 +97,7 @@ class ChatDataset(Dataset):
     """
 
     def __init__(self, rows, tokenizer=None, max_length: int = 4096, enable_thinking: bool | None = None):
-        self.examples, self.epoch = [], 0
+        self.examples = []
         for row in rows:
             example = example_from(row, tokenizer, enable_thinking)
             example = {k: v[:max_length] for k, v in example.items()}
@@ -114,14 +118,13 @@ class ChatDataset(Dataset):
             rows = [json.loads(line) for line in lines if line.strip()]
         return cls(rows[:limit], tokenizer, **kwargs)
 
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
     def __len__(self):
         return len(self.examples)
 
     def __getitem__(self, index):
-        return {**self.examples[index], "epoch": self.epoch}
+        """Example `index` of epoch 0; or of another, for an index `(epoch, number)`; a blank one if its number is None."""
+        epoch, number = index if isinstance(index, tuple) else (0, index)
+        return {**(BLANK if number is None else self.examples[number]), "epoch": epoch}
 
     def fingerprint(self) -> str:
         """Hash of all tokens and labels, for a cache to know its data by."""
@@ -134,6 +137,32 @@ class ChatDataset(Dataset):
             labels = torch.tensor(example["labels"])
             counts += torch.bincount(labels[labels >= 0], minlength=vocab_size)
         return counts.argsort(descending=True, stable=True)[:size].sort().values
+
+
+class KeyedSampler(Sampler):
+    """The order of an epoch, a function of (seed, epoch) alone, as indices `(epoch, number)`.
+
+    Blank examples fill up the last batches, which accelerate would else fill with examples of the epoch's beginning: a step
+    then holds the same examples for any number of processes.
+
+    Args:
+        size (`int`): examples. group (`int`): examples of a micro-batch on all processes.
+        seed (`int`, *optional*): of the order; None keeps that of the data.
+        epoch: a function that gives the epoch as an iteration begins. drop_last (`bool`): leave an incomplete group out.
+    """
+
+    def __init__(self, size: int, group: int, seed: int | None = None, epoch=lambda: 0, drop_last: bool = False):
+        self.size, self.group, self.seed, self.epoch, self.drop_last = size, group, seed, epoch, drop_last
+
+    def __len__(self):
+        return self.size // self.group * self.group if self.drop_last else -(-self.size // self.group) * self.group
+
+    def __iter__(self):
+        epoch, order = self.epoch(), list(range(self.size))
+        if self.seed is not None:
+            order = torch.randperm(self.size, generator=keyed_generator(self.seed, epoch, -1)).tolist()
+        order += [None] * (len(self) - self.size)
+        return iter([(epoch, number) for number in order[: len(self)]])
 
 
 class BlockCollator:
@@ -151,6 +180,7 @@ class BlockCollator:
         self.num_anchors, self.seed, self.pack, self.length = num_anchors, seed, pack, length
 
     def __call__(self, examples: list[dict]) -> dict:
+        examples = [e for e in examples if e.get("example_id") != -1] or examples[:1]
         rows = self._packed(examples) if self.pack else [[e] for e in examples]
         width = max(sum(len(e["input_ids"]) for e in row) for row in rows)
         anchors = [self._anchors(row) for row in rows]
@@ -168,7 +198,8 @@ class BlockCollator:
                 batch["input_ids"][r, at : at + n] = torch.tensor(example["input_ids"])
                 batch["labels"][r, at : at + n] = torch.tensor(example["labels"])
                 batch["position_ids"][r, at : at + n] = torch.arange(n)
-                batch["documents"].append((example.get("example_id", 0), r, at, n))
+                if example.get("example_id") != -1:
+                    batch["documents"].append((example.get("example_id", 0), r, at, n))
                 at += n
             batch["anchors"][r, : len(anchors[r])] = anchors[r]
         return batch

@@ -131,9 +131,9 @@ class FeatureCache:
 
     def load(self, documents: list[tuple], shape, device) -> TargetOutputs | None:
         """Outputs [B, T, ...] of a batch of `shape` [B, T], zero between its documents (example id, row, first column,
-        columns); None unless all of them are here."""
+        columns); None unless there are some, all of them here."""
         paths = [self._path(example_id) for example_id, *_ in documents]
-        if not all(p.exists() for p in paths):
+        if not paths or not all(p.exists() for p in paths):
             return None
         found = [load_file(p) for p in paths]
         parts = []
