@@ -139,6 +139,24 @@ class ChatDataset(Dataset):
         return counts.argsort(descending=True, stable=True)[:size].sort().values
 
 
+def as_chats(data, tokenizer=None, max_length: int = 4096):
+    """`data` as a [`ChatDataset`]: itself, or any sized dataset of rows (a list, a `datasets.Dataset`); a dict of them too.
+
+    Raises:
+        ValueError: `data` has no length.
+    """
+    if data is None or isinstance(data, ChatDataset):
+        return data
+    if isinstance(data, dict):
+        return {name: as_chats(part, tokenizer, max_length) for name, part in data.items()}
+    if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+        raise ValueError(
+            f"{type(data).__name__} was given as a dataset, and it has no length, so an epoch's order can't be drawn from the "
+            "seed and a resumed run couldn't find its place: load the rows, and give ChatDataset(rows, tokenizer)."
+        )
+    return ChatDataset((data[i] for i in range(len(data))), tokenizer, max_length)
+
+
 class KeyedSampler(Sampler):
     """The order of an epoch, a function of (seed, epoch) alone, as indices `(epoch, number)`.
 

@@ -6,14 +6,15 @@ from itertools import islice
 
 import torch
 from torch import nn
-from transformers import Trainer
+from transformers import Trainer, TrainerState
+from transformers.trainer_utils import TrainOutput, get_last_checkpoint
 from transformers.utils import logging
 
 from ..modeling import Eagle3Drafter
 from ..modeling.packed_blocks import chain_labels
 from .anchors import Step, block_weights, draw_stages
 from .arguments import DrafterTrainingArguments
-from .data import BlockCollator, ChatDataset, KeyedSampler
+from .data import BlockCollator, ChatDataset, KeyedSampler, as_chats
 from .estimate import estimate
 from .losses import Blocks, block_losses
 from .targets import FeatureCache, FrozenTarget
@@ -44,6 +45,17 @@ class DrafterGroup(nn.Module):
             drafter.gradient_checkpointing_enable(*args, **kwargs)
 
 
+def finished_state(checkpoint, args) -> TrainerState | None:
+    """The state stored in `checkpoint` if it has all the steps, or epochs, that `args` asks for."""
+    path = os.path.join(checkpoint, "trainer_state.json")
+    if not os.path.isfile(path):
+        return None
+    state = TrainerState.load_from_json(path)
+    if args.max_steps > 0:
+        return state if state.global_step >= args.max_steps else None
+    return state if state.epoch >= args.num_train_epochs else None
+
+
 class DrafterTrainer(Trainer):
     """Trains a [`DSparkDrafter`] (any correction head) or an [`Eagle3Drafter`], or several in a dict, against a frozen target.
 
@@ -58,11 +70,13 @@ class DrafterTrainer(Trainer):
         model: a drafter, or `{name: drafter}`; bound to `target` here.
         args ([`DrafterTrainingArguments`]).
         target: the target model, on the device it shall run on; it never enters checkpoints, optimizer or wrappers.
-        train_dataset, eval_dataset ([`ChatDataset`]).
+        train_dataset, eval_dataset ([`ChatDataset`]): or rows as it reads them, in a list or a `datasets.Dataset`; those that
+            hold messages need the tokenizer as `processing_class`.
         decode_check (callable, *optional*): drafter -> metrics, run at each evaluation; see [`DecodeCheck`].
 
     Raises:
-        ValueError: for sizes that don't fit the target, and packing with a target that keeps a recurrent state.
+        ValueError: for sizes that don't fit the target, packing with a target that doesn't keep documents apart, a dataset
+            without a length, and arguments of transformers that can't be honoured (see `accepted.py`).
     """
 
     def __init__(self, model, args: DrafterTrainingArguments, target, train_dataset=None, *, decode_check=None, **kwargs):
@@ -75,6 +89,11 @@ class DrafterTrainer(Trainer):
                 f"pack=True, and {type(target).__name__} carries a recurrent state from one document to the next: set "
                 "pack=False."
             )
+        if args.pack:
+            self._target.check_packing()
+        tokenizer = kwargs.get("processing_class")
+        train_dataset = as_chats(train_dataset, tokenizer, args.max_length)
+        kwargs["eval_dataset"] = as_chats(kwargs.get("eval_dataset"), tokenizer, args.max_length)
         kwargs.setdefault("data_collator", BlockCollator(args.num_anchors, args.seed, args.pack, args.max_length))
         model = DrafterGroup(named) if isinstance(model, dict) else model
         super().__init__(model=model, args=args, train_dataset=train_dataset, **kwargs)
@@ -116,10 +135,21 @@ class DrafterTrainer(Trainer):
         """Memory and time of the run in words; see [`estimate`]."""
         return estimate(self)
 
-    def train(self, *args, **kwargs):
+    def train(self, resume_from_checkpoint=None, **kwargs):
+        """As transformers' own; a run that is resumed at its end loads its last weights and trains no further."""
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = get_last_checkpoint(self.args.output_dir)
+            if resume_from_checkpoint is None:
+                raise ValueError(f"There is no checkpoint in {self.args.output_dir} to go on from: train without resuming.")
+        state = finished_state(resume_from_checkpoint, self.args) if resume_from_checkpoint else None
+        if state is not None:
+            logger.warning(f"{resume_from_checkpoint} is the end of its run, so nothing is trained: ask for more steps.")
+            self._load_from_checkpoint(resume_from_checkpoint)
+            self.state = state
+            return TrainOutput(state.global_step, 0.0, {"train_runtime": 0.0})
         if isinstance(self.train_dataset, ChatDataset) and self.args.process_index == 0 and not self.args.skip_estimate:
             logger.warning(self.estimate())
-        return super().train(*args, **kwargs)
+        return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
     # ------------------------------------------------------------------ the step
 

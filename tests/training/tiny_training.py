@@ -7,7 +7,6 @@ from tiny import make_drafter, make_eagle3, make_target
 
 from hf_dspark.training import ChatDataset, DrafterTrainer, DrafterTrainingArguments
 
-
 # Over an epoch's end and into loop exposure; 14 examples leave the last step of an epoch short.
 RUN = dict(max_steps=8, loop_exposure=3, loop_start=0.5)
 
