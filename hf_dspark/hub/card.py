@@ -1,5 +1,6 @@
 """A drafter's model card, filled from what its folder and its evaluation recorded."""
 
+import hashlib
 import json
 import math
 import re
@@ -11,6 +12,8 @@ from .checkpoint import Checkpoint
 
 BEGIN = "<!-- hf-dspark card: from here to the end mark is rewritten by `hf-dspark card`; text outside is yours -->"
 END = "<!-- hf-dspark card: end -->"
+WEIGHTS = "<!-- weights: {} -->"
+STALE = "> **Out of date.** This card was written for other weights than those beside it: run `hf-dspark card` again.\n"
 FRONT = re.compile(r"\A---\n(.*?)\n---\n?", re.DOTALL)
 FAMILIES = {"none": "DFlash", "domino": "Domino", "markov": "DSpark", "gated": "DSpark", "rnn": "DSpark"}
 UNKNOWN = "not recorded"
@@ -44,8 +47,30 @@ def write_card(folder, evaluations=(), license: str | None = None) -> Path:
     old = path.read_text(encoding="utf-8") if path.exists() else ""
     facts = describe(config, record, parameters, size)
     body = "\n\n".join([head(folder.name, facts), usage(facts), measured(results), made(record, facts), limits(record, facts)])
+    body += f"\n\n{WEIGHTS.format(fingerprint(folder))}"
     path.write_text(merge(old, metadata(facts, record, license), body), encoding="utf-8")
     return path
+
+
+def fingerprint(folder: Path) -> str:
+    """Short hash of a folder's weights."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            while part := file.read(1 << 24):
+                digest.update(part)
+    return digest.hexdigest()[:16]
+
+
+def mark_stale(folder) -> bool:
+    """Say in a card of ours, if `folder` has one, that it was written for other weights; whether it was."""
+    path = Path(folder) / "README.md"
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    if BEGIN not in text or WEIGHTS.format(fingerprint(Path(folder))) in text:
+        return False
+    if STALE not in text:
+        path.write_text(text.replace(BEGIN, f"{BEGIN}\n{STALE}\n"), encoding="utf-8")
+    return True
 
 
 def read_record(folder: Path) -> dict:

@@ -64,7 +64,9 @@ def example_from(row: dict, tokenizer=None, enable_thinking: bool | None = None)
         ValueError: when the row has neither.
     """
     if "input_ids" in row:
-        ids = list(row["input_ids"])
+        ids = row["input_ids"]
+        if not (isinstance(ids, list) and ids and all(isinstance(i, int) and i >= 0 for i in ids)):
+            raise ValueError("A data row's input_ids must be a list of token ids, at least one: render the chat again.")
         if "labels" in row:
             return {"input_ids": ids, "labels": list(row["labels"])}
         if "prompt_len" not in row:
@@ -78,6 +80,33 @@ def example_from(row: dict, tokenizer=None, enable_thinking: bool | None = None)
             "and a tokenizer with a chat template."
         )
     return {"input_ids": ids, "labels": [i if m else -100 for i, m in zip(ids, mask, strict=True)]}
+
+
+def numbered_rows(path, limit: int | None = None) -> list[tuple[int, dict]]:
+    """The rows of a jsonl file with the numbers of their lines, from 1.
+
+    Raises:
+        ValueError: a line that is no JSON object, or is a prompt without an answer, by file and number.
+    """
+    rows = []
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n"), 1):
+        if not line.strip():
+            continue
+        if limit is not None and len(rows) == limit:
+            break
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number} is no JSON ({error}): give one JSON object a line.") from None
+        if not isinstance(row, dict):
+            raise ValueError(f"{path}, line {number} is a {type(row).__name__}: give one JSON object a line.")
+        if not {"input_ids", "messages"} & set(row) and {"turns", "prompt"} & set(row):
+            raise ValueError(
+                f"{path}, line {number} is a prompt without an answer, and a drafter learns from answers: let the "
+                "target answer it first, with `hf-dspark data generate TARGET --prompts FILE --out ANSWERS`."
+            )
+        rows.append((number, row))
+    return rows
 
 
 BLANK = {"input_ids": [0], "labels": [-100], "example_id": -1}  # fills up the last batches of an epoch, teaches nothing
@@ -113,10 +142,18 @@ class ChatDataset(Dataset):
 
     @classmethod
     def from_jsonl(cls, path, tokenizer=None, limit: int | None = None, **kwargs) -> "ChatDataset":
-        """From a file with one row a line."""
-        with Path(path).open() as lines:
-            rows = [json.loads(line) for line in lines if line.strip()]
-        return cls(rows[:limit], tokenizer, **kwargs)
+        """From a file with one row a line; `limit` keeps the first so many.
+
+        Raises:
+            ValueError: a line that holds no row, by file and number.
+        """
+        rows, thinking = [], kwargs.pop("enable_thinking", None)
+        for number, row in numbered_rows(path, limit):
+            try:
+                rows.append({**row, **example_from(row, tokenizer, thinking)})
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: {error}") from None
+        return cls(rows, tokenizer, **kwargs)
 
     def __len__(self):
         return len(self.examples)
@@ -129,6 +166,41 @@ class ChatDataset(Dataset):
     def fingerprint(self) -> str:
         """Hash of all tokens and labels, for a cache to know its data by."""
         return hashlib.sha256(json.dumps(self.examples).encode()).hexdigest()[:16]
+
+    def unused_ids(self, tokenizer, vocab_size: int) -> list[int]:
+        """Ids that could fill a drafter's blocks: special tokens without a part in chats, then ids without a token, none of
+        which occurs in these examples."""
+        used = {i for e in self.examples for i in e["input_ids"]}
+        names = "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id"
+        used |= {getattr(tokenizer, name, None) for name in names}
+        special = [i for i, token in sorted(tokenizer.added_tokens_decoder.items()) if token.special]
+        return [i for i in [*special, *range(len(tokenizer), vocab_size)] if i < vocab_size and i not in used]
+
+    def check_mask_token(self, mask_token_id: int | None, tokenizer, vocab_size: int) -> str | None:
+        """A warning for a mask token that is an ordinary one; None for a good one.
+
+        Raises:
+            ValueError: it is missing, outside the vocabulary, or occurs in these examples; with ids to use instead.
+        """
+        free = ", ".join(f"{i} ({tokenizer.convert_ids_to_tokens(i)})" for i in self.unused_ids(tokenizer, vocab_size)[:4])
+        instead = f"unused ids of this tokenizer are {free}" if free else "this tokenizer has no unused special token"
+        if mask_token_id is None:
+            raise ValueError(
+                "A new drafter fills its blocks with a token that never occurs in text, and none was named: pass "
+                f"--mask-token-id; {instead}."
+            )
+        if not 0 <= mask_token_id < vocab_size:
+            raise ValueError(f"mask_token_id={mask_token_id} is outside the vocabulary of {vocab_size}; {instead}.")
+        token = tokenizer.convert_ids_to_tokens(mask_token_id)
+        count = sum(e["input_ids"].count(mask_token_id) for e in self.examples)
+        if count:
+            raise ValueError(
+                f"mask_token_id={mask_token_id} ({token}) occurs {count} times in the data, so the drafter couldn't tell "
+                f"a token to draft from text; {instead}."
+            )
+        if token is None or mask_token_id in tokenizer.all_special_ids or mask_token_id in tokenizer.added_tokens_decoder:
+            return None
+        return f"mask_token_id={mask_token_id} is the ordinary token {token!r}, which other texts may hold; {instead}."
 
     def draft_vocabulary(self, size: int, vocab_size: int) -> torch.Tensor:
         """The `size` most frequent supervised ids, ascending (FR-Spec, arXiv 2502.14856); ties go to the smaller id."""
