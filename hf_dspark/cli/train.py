@@ -29,11 +29,13 @@ def train(ctx: typer.Context):
             "layers don't fit: leave --init-from out, or name a trained drafter."
         )
     output, publish = Path(arguments.output_dir), publication(given, arguments)
+    old = claim(output, given.resume, given.overwrite)
     if is_finished(output, arguments, given.resume):
         say(f"The run in {output} is at its end, so there is nothing to train: ask for more steps to go on.")
         return
-    claim(output, given.resume, given.overwrite, arguments.process_index == 0)
     trainer, record = prepare(given, arguments)
+    for path in old if arguments.process_index == 0 else []:  # only now, as nothing can be refused any more
+        shutil.rmtree(path)
     try:
         seconds = run(trainer, given, arguments)
     except KeyboardInterrupt:
@@ -84,8 +86,8 @@ def is_finished(output: Path, arguments, resume: bool) -> bool:
     return last is not None and finished_state(last, arguments) is not None
 
 
-def claim(output: Path, resume: bool, overwrite: bool, first: bool) -> None:
-    """Refuse a folder that holds a run, unless it is to be gone on with or replaced; then its checkpoints go at once.
+def claim(output: Path, resume: bool, overwrite: bool) -> list[Path]:
+    """Refuse a folder that holds a run, unless it is to be gone on with or replaced; the checkpoints to remove then.
 
     Raises:
         ValueError: a run nobody gave up, a file in the place of a folder, or both options.
@@ -101,9 +103,7 @@ def claim(output: Path, resume: bool, overwrite: bool, first: bool) -> None:
             f"{output} holds a run ({', '.join(path.name for path in found)}): go on with it by --resume, replace it by "
             "--overwrite, or give another --output."
         )
-    if overwrite and first:
-        for path in checkpoints:
-            shutil.rmtree(path)
+    return checkpoints if overwrite else []
 
 
 def prepare(given, arguments):

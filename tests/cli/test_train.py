@@ -120,8 +120,9 @@ def test_training_writes_drafters_that_load_and_draft(world, data):
 @pytest.fixture
 def short(world, data):
     """The command of a run of three steps, with a checkpoint at each, but for its --output."""
-    common = ["train", world[1], "--data", data, "--mask-token-id", 60, "--block-size", 3, "--markov-rank", 4, "--layer-ids", "0,1"]
-    return [*common, "--max-steps", 3, "--device", "cpu", "--num-anchors", 4, "--save-steps", 1, "--output"]
+    common = ["train", world[1], "--data", data, "--mask-token-id", 60, "--block-size", 3, "--markov-rank", 4]
+    common += ["--layer-ids", "0,1", "--max-steps", 3, "--device", "cpu", "--num-anchors", 4]
+    return [*common, "--save-steps", 1, "--output"]
 
 
 def test_a_run_is_never_destroyed_unasked(tmp_path, short):
@@ -136,6 +137,9 @@ def test_a_run_is_never_destroyed_unasked(tmp_path, short):
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == kept
     assert "Out of date" not in (out / "final" / "README.md").read_text()
 
+    at = short.index("--mask-token-id")
+    refused(*short[: at + 1], 61, *short[at + 2 :], out, "--overwrite")
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == kept
     (out / "final" / "evaluation.json").write_text("{}")
     shown = call(*short, out, "--overwrite", "--seed", 1)
     assert "was written for other weights" in shown and "Out of date" in (out / "final" / "README.md").read_text()
