@@ -14,6 +14,8 @@ from .checkpoint import Checkpoint
 
 BEGIN = "<!-- hf-dspark card: from here to the end mark is rewritten by `hf-dspark card`; text outside is yours -->"
 END = "<!-- hf-dspark card: end -->"
+WEIGHTS = "<!-- weights: {} -->"
+STALE = "> **Out of date.** This card was written for other weights than those beside it: run `hf-dspark card` again.\n"
 FRONT = re.compile(r"\A---\n(.*?)\n---\n?", re.DOTALL)
 MEASURED = re.compile(r"^## Measured\n.*?(?=^## |^<!-- hf-dspark card: end)", re.DOTALL | re.MULTILINE)
 LOADED = re.compile(r'AutoDrafter\.from_pretrained\("([^"/]+/[^"/]+)"')
@@ -63,23 +65,33 @@ def write_card(
     repo_id = repo_id or known_repo(old) or f"OWNER/{folder.name}"
     name = repo_id.split("/")[1]
     numbers = measured(results) if results else kept(old, weights_hash(folder))
-    if "|" in numbers:
-        numbers += f"\n\n<!-- weights: {weights_hash(folder)} -->"
-    parts = [head(name, facts), usage(facts, repo_id), numbers, made(record, facts), limits(record, facts)]
+    mark = WEIGHTS.format(weights_hash(folder))
+    parts = [head(name, facts), usage(facts, repo_id), numbers, made(record, facts), limits(record, facts), mark]
     given = {key: value for key, value in (("license", license), ("base_model", target)) if value}
     path.write_text(merge(old, metadata(facts, record), "\n\n".join(parts), given), encoding="utf-8")
     return path
 
 
 def kept(card: str, weights: str) -> str:
-    """What an earlier card measured, without its mark of the weights; of other weights only that they were others."""
+    """What an earlier card measured; of other weights only that they were others."""
     found = MEASURED.search(card)
     if found is None or "|" not in found[0]:
         return measured([])
-    mark = re.search(r"\n*<!-- weights: (\w+) -->", found[0])
+    mark = re.search(WEIGHTS.format(r"(\w+)"), card)
     if mark and mark[1] != weights:
         return "## Measured\n\nNothing since the weights were changed: run `hf-dspark eval`, then `hf-dspark card --eval`."
-    return (found[0][: mark.start()] if mark else found[0]).strip()
+    return found[0].strip()
+
+
+def mark_stale(folder) -> bool:
+    """Say in a card of ours, if `folder` has one, that it was written for other weights; whether it was."""
+    path = Path(folder) / "README.md"
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    if BEGIN not in text or WEIGHTS.format(weights_hash(Path(folder))) in text:
+        return False
+    if STALE not in text:
+        path.write_text(text.replace(BEGIN, f"{BEGIN}\n{STALE}\n"), encoding="utf-8")
+    return True
 
 
 def weights_hash(folder: Path) -> str:
