@@ -10,7 +10,15 @@ if (_root / "modeling" / "__init__.py").exists() and not (_root / "hf_dspark" / 
 from .auto import AutoDrafter  # noqa: E402
 from .decoding.hook import attach, install, uninstall  # noqa: E402
 from .decoding.outputs import SpeculationStats  # noqa: E402
-from .modeling import DSparkConfig, DSparkDrafter, Eagle3Config, Eagle3Drafter, SpeculationConfig  # noqa: E402
+from .modeling import (  # noqa: E402
+    DSparkConfig,
+    DSparkDrafter,
+    Eagle3Config,
+    Eagle3Drafter,
+    MTPConfig,
+    MTPDrafter,
+    SpeculationConfig,
+)
 from .verification.probabilities import keyed_processors  # noqa: E402
 
 __version__ = "0.1.0"
@@ -21,6 +29,8 @@ __all__ = [
     "DSparkDrafter",
     "Eagle3Config",
     "Eagle3Drafter",
+    "MTPConfig",
+    "MTPDrafter",
     "SpeculationConfig",
     "SpeculationStats",
     "__version__",

@@ -2,8 +2,18 @@
 
 from .configuration_dspark import DSparkConfig
 from .configuration_eagle3 import Eagle3Config
+from .configuration_mtp import MTPConfig
 from .configuration_speculation import SpeculationConfig
 from .modeling_dspark import DSparkDrafter
 from .modeling_eagle3 import Eagle3Drafter
+from .modeling_mtp import MTPDrafter
 
-__all__ = ["DSparkConfig", "DSparkDrafter", "Eagle3Config", "Eagle3Drafter", "SpeculationConfig"]
+__all__ = [
+    "DSparkConfig",
+    "DSparkDrafter",
+    "Eagle3Config",
+    "Eagle3Drafter",
+    "MTPConfig",
+    "MTPDrafter",
+    "SpeculationConfig",
+]

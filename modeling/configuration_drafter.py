@@ -4,7 +4,11 @@ from transformers import PreTrainedConfig
 
 
 class DrafterConfig(PreTrainedConfig):
-    """Base of [`DSparkConfig`] and [`Eagle3Config`].
+    """Base of [`DSparkConfig`], [`Eagle3Config`] and [`MTPConfig`].
+
+    Facts of a family are class attributes or properties: `family` (its name on a card), `recursive` (a draft costs a pass,
+    and a chain goes on as long as it is asked to), `fixed_block` (a stage can be no longer than `max_block`), `max_block`,
+    `last_tap` (the highest tap, counted from the target's number of layers), `layouts` (what its files look like).
 
     Args:
         vocab_size (`int`): size of the target's vocabulary V.
@@ -29,7 +33,11 @@ class DrafterConfig(PreTrainedConfig):
         speculation (`dict`, *optional*): stored defaults of [`SpeculationConfig`].
     """
 
-    fixed_block = False  # whether a stage can be no longer than `max_block`
+    fixed_block = False
+    recursive = False
+    last_tap = -2
+    mask_token_id = None
+    confidence_head = False
 
     def __init__(
         self,
@@ -99,7 +107,7 @@ class DrafterConfig(PreTrainedConfig):
         self.speculation = speculation
         kwargs["tie_word_embeddings"] = False  # never the target's habit: head and embedding have their own flags
         super().__init__(**kwargs)
-        check_target_layer_ids(self.target_layer_ids, num_target_layers)
+        check_target_layer_ids(self.target_layer_ids, num_target_layers, self.last_tap)
         if self.draft_vocab_size > vocab_size:
             raise ValueError(
                 f"draft_vocab_size={draft_vocab_size} exceeds vocab_size={vocab_size}, and every draft must be a "
@@ -107,11 +115,14 @@ class DrafterConfig(PreTrainedConfig):
             )
 
 
-def check_target_layer_ids(ids: list[int], num_target_layers: int | None) -> None:
-    """Refuse taps that can't be meant: repeated, below -1, or the last layer (pre-norm or post-norm is unclear)."""
+def check_target_layer_ids(ids: list[int], num_target_layers: int | None, last_tap: int = -2) -> None:
+    """Refuse taps that can't be meant: repeated, below -1, or the last layer (pre-norm or post-norm is unclear).
+
+    `last_tap`: the highest tap, counted from the number of layers; only multi-token-prediction heads go past -2.
+    """
     if len(set(ids)) != len(ids) or not ids:
         raise ValueError(f"target_layer_ids={ids} is empty or repeats a layer: list each tapped layer once.")
-    top = num_target_layers - 2 if num_target_layers else max(ids)
+    top = num_target_layers + last_tap if num_target_layers else max(ids)
     bad = [i for i in ids if not -1 <= i <= top]
     if bad:
         raise ValueError(

@@ -252,9 +252,9 @@ def policy_for(drafter, target, speculation) -> Policy:
     given = getattr(drafter, "policy", None)
     if given is not None:
         return given
-    recursive, asked = drafter.config.model_type == "hf_eagle3", speculation.num_draft_tokens
+    recursive, asked = drafter.config.recursive, speculation.num_draft_tokens
     longest = drafter.config.max_block
-    block = longest if asked is None else asked if recursive else min(asked, longest)
+    block = longest if asked is None else min(asked, longest) if drafter.config.fixed_block else asked
     policies = _POLICIES.setdefault(drafter, WeakKeyDictionary()).setdefault(target, {})
     key = block, str(target.dtype), speculation.max_draft_stages
     if key not in policies:

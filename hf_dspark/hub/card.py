@@ -6,13 +6,13 @@ import re
 from pathlib import Path
 
 import yaml
+from transformers import AutoConfig
 
 from .checkpoint import Checkpoint
 
 BEGIN = "<!-- hf-dspark card: from here to the end mark is rewritten by `hf-dspark card`; text outside is yours -->"
 END = "<!-- hf-dspark card: end -->"
 FRONT = re.compile(r"\A---\n(.*?)\n---\n?", re.DOTALL)
-FAMILIES = {"none": "DFlash", "domino": "Domino", "markov": "DSpark", "gated": "DSpark", "rnn": "DSpark"}
 UNKNOWN = "not recorded"
 
 
@@ -63,15 +63,14 @@ def read_record(folder: Path) -> dict:
 
 def describe(config: dict, record: dict, parameters: int, size: int) -> dict:
     """The few facts every part of the card speaks about."""
-    block = config.get("block_size")
-    drafts = config.get("chain_length") if block is None else block - (not config.get("sample_from_anchor", True))
-    head = config.get("correction_head", "none")
+    known = AutoConfig.for_model(**config)
+    head = getattr(known, "correction_head", "none")
     thinking = config.get("enable_thinking")
     return {
-        "family": "EAGLE-3" if config["model_type"] == "hf_eagle3" else FAMILIES[head],
+        "family": getattr(known, "family", config["model_type"]),
         "head": head,
         "target": record.get("target") or config.get("target_name"),
-        "drafts": drafts,
+        "drafts": known.max_block,
         "parameters": parameters,
         "size": size,
         "layers": config.get("num_hidden_layers"),
