@@ -1,6 +1,6 @@
 """Configuration of multi-token-prediction heads."""
 
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from .configuration_drafter import DrafterConfig
 
@@ -14,8 +14,8 @@ DEFAULT_BLOCK = {
     "num_attention_heads": 8,
     "head_dim": 64,
 }
-# What differs between a target and its files, and says nothing about a block.
-NOT_OF_A_BLOCK = ("architectures", "dtype", "torch_dtype", "quantization_config", "transformers_version", "_name_or_path")
+# What every configuration says, and what says nothing about a block.
+NOT_OF_A_BLOCK = {*PreTrainedConfig().to_dict(), "torch_dtype", "quantization_config", "_name_or_path"} - {"model_type"}
 
 
 class MTPConfig(DrafterConfig):

@@ -23,13 +23,12 @@ class Past:
         return self.past.update(keys, values, layer_idx)
 
 
-def skeleton(config: MTPConfig):
-    """The target's decoder with the heads' number of layers, without weights: its classes are what the heads are made of.
+def skeleton(body):
+    """A decoder of the configuration `body`, without weights: its classes are what the heads are made of.
 
     Raises:
         ValueError: for a target without rotary positions, which places tokens where it embeds them.
     """
-    body = config.block()
     with torch.device("meta"):
         try:
             decoder = AutoModel.from_config(body, attn_implementation="sdpa")
@@ -80,7 +79,7 @@ class MTPDrafter(RecursiveDrafter):
 
     def __init__(self, config: MTPConfig):
         super().__init__(config)
-        decoder, heads = skeleton(config), config.num_hidden_layers
+        decoder, heads = skeleton(config.block()), config.num_hidden_layers
         body = decoder.config
         found = next(m for m in decoder.modules() if isinstance(m, nn.ModuleList) and len(m) == heads)
         block_class = type(found[-1])
@@ -93,12 +92,20 @@ class MTPDrafter(RecursiveDrafter):
         sliding = getattr(body, "sliding_window", None)
         self.windows = [sliding if types[j] == "sliding_attention" else None for j in range(heads)]
         self.additive_mask = body._attn_implementation == "eager"
+        self.body = body
         self._keep_in_fp32_modules_strict = decoder._keep_in_fp32_modules_strict
         self.post_init()
 
     def _init_weights(self, module):
+        kind = type(module).__name__
+        if "RotaryEmbedding" in kind:  # its buffers are in no file, and some architectures have one set per layer type
+            with torch.device("cpu"):
+                fresh = type(module)(module.config)
+            for name, buffer in fresh.named_buffers():
+                getattr(module, name).copy_(buffer)
+            return
         super()._init_weights(module)
-        if not list(module.children()) and not isinstance(module, nn.Linear | nn.Embedding) and "Norm" not in type(module).__name__:
+        if not isinstance(module, nn.Linear | nn.Embedding) and "Norm" not in kind:
             for p in module.parameters(recurse=False):  # experts and routers hold theirs themselves
                 nn.init.normal_(p, std=0.02)
 
@@ -114,6 +121,8 @@ class MTPDrafter(RecursiveDrafter):
         As [`Eagle3Drafter.backbone`]. `embeddings` [B, T, D] may stand for `tokens`.
         """
         embeddings = self.embed(tokens) if embeddings is None else embeddings
+        if self.dtype == torch.float64:  # which torch's grouped products of experts don't know
+            self.body._experts_implementation = "eager"
         positions = positions + 1
         rope = self.rotary_emb(hidden, positions, **self.rope_options[head])
         if mask is not None and self.additive_mask:

@@ -9,10 +9,9 @@ from pathlib import Path
 import torch
 from huggingface_hub import save_torch_state_dict
 
-from hf_dspark.modeling import Eagle3Drafter
+from . import block_layouts, chain_layouts, head_layouts
 
-from . import block_layouts, chain_layouts
-
+LAYOUTS = {"blocks": block_layouts, "chains": chain_layouts, "heads": head_layouts}
 FORMATS = ("deepspec", "speculators", "sglang", "zlab")
 
 
@@ -20,7 +19,7 @@ def export(drafter, folder, to: str, target=None, dtype=None, allow_unservable: 
     """Write `drafter` to `folder` as `config.json` and safetensors.
 
     Args:
-        drafter ([`DSparkDrafter`] or [`Eagle3Drafter`]).
+        drafter ([`DSparkDrafter`], [`Eagle3Drafter`] or [`MTPDrafter`]).
         folder (`str` or `PathLike`): where to.
         to (`str`): `"speculators"` (vLLM), `"deepspec"` (DeepSpec; vLLM with `method: dspark`), `"sglang"` (SGLang) or `"zlab"`
             (plain DFlash: vLLM, SGLang, z-lab's own code).
@@ -37,10 +36,9 @@ def export(drafter, folder, to: str, target=None, dtype=None, allow_unservable: 
     """
     if to not in FORMATS:
         raise ValueError(f"to={to!r} is no export format: set one of {FORMATS}.")
-    layouts = chain_layouts if isinstance(drafter, Eagle3Drafter) else block_layouts
     source = Source(drafter, to, target, allow_unservable)
     source.refuse_unnamed()
-    config, tensors = getattr(layouts, to)(source)
+    config, tensors = getattr(LAYOUTS[drafter.config.layouts], to)(source)
     dtype = dtype or drafter.dtype
     weights = {name: t.detach().to("cpu", dtype if t.is_floating_point() else None) for name, t in tensors.items()}
     folder = Path(folder)

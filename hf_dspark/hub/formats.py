@@ -3,7 +3,7 @@
 import re
 
 SUPPORTED = (
-    "DeepSpec (DSpark, DFlash, Eagle3 with a Qwen3 body), z-lab DFlash, speculators dspark/dflash/eagle3, SpecForge "
+    "DeepSpec (DSpark, DFlash, Eagle3 with a Qwen3 body), z-lab DFlash, speculators dspark/dflash/eagle3/mtp, SpecForge "
     "dspark/dflash/domino/eagle3, SafeAILab EAGLE-3, the Muse-Glimmer assistant, and our own"
 )
 SERVERS = "serve it with the engine it was published for (vLLM or SGLang), or train a drafter with hf-dspark"
@@ -15,7 +15,7 @@ REFUSED_ARCHITECTURES = {
     r"^Gemma4(DSpark|Eagle3)|^Gemma4UnifiedDSpark": "its layers are Gemma4's (sandwich norms, shared keys and values)",
     r"^Gemma4Assistant|^Gemma4Unified": "it has no keys and values of its own and reads the target's",
     r"^Qwen35DSpark": "its attention is gated and rotates only part of each head",
-    r"MTP": "it is a multi-token-prediction head, made of the target's own layers",
+    r"MTP": "it names a multi-token-prediction head, which is read from its target (AutoDrafter.from_target)",
     r"DeepseekV2": "its attention is multi-head latent attention",
 }
 REFUSED_TENSORS = {
@@ -23,7 +23,8 @@ REFUSED_TENSORS = {
     r"^mask_hidden$": "P-EAGLE drafts all depths in one pass from a learned mask state",
     r"aux_hidden_norms|\.g_proj\.": "Laguna drafters norm every tap and gate their attention, which must be applied",
     r"attention_sink_bias|\.sinks$": "attention sinks must be applied",
-    r"^mtp\.|^mtp_layers\.|\.eh_proj\.": "these are multi-token-prediction heads, made of the target's own layers",
+    r"^mtp\.|^mtp_layers\.|\.eh_proj\.": "these are multi-token-prediction heads, which are read from their target "
+    "(AutoDrafter.from_target)",
     r"layer_scalar|(pre|post)_feedforward_layernorm": "Gemma4 layers have sandwich norms and scalars",
     r"weight_(packed|scale|zero_point)$|\.(qweight|qzeros|scales)$": "the weights are quantised",
     r"\.qkv_proj\.": "queries, keys and values are fused",
@@ -35,7 +36,7 @@ def refuse(name: str, what: str, why: str, instead: str = SERVERS):
 
 
 def detect(name: str, config: dict, tensors: list[str] | None = None) -> str:
-    """The family: `hf`, `deepspec`, `zlab`, `specforge`, `domino`, `speculators`, `muse`, or `eagle3` and
+    """The family: `hf`, `deepspec`, `zlab`, `specforge`, `domino`, `speculators`, `muse`, `mtp`, or `eagle3` and
     `eagle3-deepspec`, `eagle3-speculators`. Without `tensors` (before weights are opened) only the config decides, and
     "" means undecided.
 
@@ -43,11 +44,13 @@ def detect(name: str, config: dict, tensors: list[str] | None = None) -> str:
         ValueError: a format that isn't supported, by name, saying why and what to use.
     """
     arch, model_type = (config.get("architectures") or [""])[0], config.get("model_type", "")
-    refuse_unsupported(name, config, arch, tensors or [])
+    algorithm = config.get("speculators_model_type") or (config.get("speculators_config") or {}).get("algorithm")
     if model_type.startswith("hf_"):
         return "hf"
+    if algorithm == "mtp":
+        return "mtp"
+    refuse_unsupported(name, config, arch, tensors or [])
     projector = (config.get("dflash_config") or {}).get("projector_type")
-    algorithm = config.get("speculators_model_type") or (config.get("speculators_config") or {}).get("algorithm")
     if algorithm in ("dspark", "dflash"):
         return "speculators"
     if algorithm == "eagle3":
