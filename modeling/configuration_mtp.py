@@ -95,3 +95,21 @@ class MTPConfig(DrafterConfig):
                 f"norm_output=False with {heads} heads, each with a norm of its own that the next one reads behind: set "
                 "norm_output=True, or keep one head."
             )
+
+
+def block_config_of(text, heads: int, experts: bool) -> dict:
+    """Configuration of `heads` blocks like those of a target, given its text config; with experts or dense."""
+    config = text.to_dict()
+    full = ["full_attention"] * heads
+    if config.get("layer_types") is not None:
+        config["layer_types"] = list(config.get("mtp_layer_types") or full)[:heads]
+    mlp = ["sparse" if experts else "dense"] * heads
+    config |= {
+        "num_hidden_layers": heads,
+        "mlp_layer_types": mlp if config.get("mlp_layer_types") is not None else None,
+        "first_k_dense_replace": (0 if experts else heads) if "first_k_dense_replace" in config else None,
+        "decoder_sparse_step": 1 if "decoder_sparse_step" in config else None,
+        "mlp_only_layers": ([] if experts else list(range(heads))) if "mlp_only_layers" in config else None,
+        "per_layer_config": None,
+    }
+    return {key: value for key, value in config.items() if value is not None}

@@ -59,8 +59,8 @@ class MTPHead(GradientCheckpointingLayer):
     def forward(self, hidden, embeddings, rope, positions, past, mask) -> torch.Tensor:
         parts = [self.enorm(embeddings), self.hnorm(hidden)]
         x = self.eh_proj(torch.cat(parts[::-1] if self.hidden_first else parts, -1))
-        # Not called as a module: checkpointing is this layer's, and the block's own would take its cache away.
-        x = self.block.forward(
+        self.block.gradient_checkpointing = False  # this layer's does it all, and the block's would take its cache away
+        x = self.block(
             x, attention_mask=mask, position_embeddings=rope, position_ids=positions, **{self.cache_name: Past(past)}
         )
         x = x[0] if isinstance(x, tuple) else x

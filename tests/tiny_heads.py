@@ -8,7 +8,7 @@ from tiny import GQA, make_target, redraw
 from transformers import AutoModelForCausalLM
 
 from hf_dspark import MTPConfig, MTPDrafter
-from hf_dspark.hub.heads import block_config_of
+from hf_dspark.modeling.configuration_mtp import block_config_of
 
 MOE = dict(num_experts_per_tok=2, moe_intermediate_size=16)
 GLM = dict(**GQA, **MOE, n_routed_experts=4, n_group=1, topk_group=1, first_k_dense_replace=1, partial_rotary_factor=0.5)

@@ -19,6 +19,7 @@ METHODS = {
     "gated": dict(correction_head="gated", confidence_head=True),
     "rnn": dict(correction_head="rnn", confidence_head=True),
     "eagle3": {},
+    "mtp": dict(tap_final_norm=True),
     "domino": dict(correction_head="domino", confidence_head=False, pure_draft_prefix_len=1),
 }
 
@@ -153,11 +154,18 @@ def template_of(tokenizer):
 
 def build(target, dataset, mask_token_id, draft_vocab_size, init_from, options):
     """A drafter by the options, or what `init_from` gives."""
-    from hf_dspark.training import init_from_drafter, init_from_target, new_drafter, new_eagle3
+    from hf_dspark.training import init_from_drafter, init_from_target, init_mtp, new_drafter, new_eagle3, new_mtp
 
     other = load_drafter(init_from, target) if init_from and init_from != "target" else None
     text = target.config.get_text_config()
     ids = dataset.draft_vocabulary(draft_vocab_size, text.vocab_size) if draft_vocab_size else None
+    if "tap_final_norm" in options:
+        drafter = new_mtp(target, ids, chain_length=options["block_size"], target_name=options.get("target_name"))
+        if other is not None:
+            init_from_drafter(drafter, other)
+        elif init_from == "target":
+            init_mtp(drafter, target)
+        return drafter
     if "correction_head" not in options:
         taps = {k: v for k, v in options.items() if k in ("target_layer_ids", "target_name", "num_hidden_layers")}
         return new_eagle3(target, ids, chain_length=options["block_size"], **taps)

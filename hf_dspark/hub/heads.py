@@ -7,6 +7,7 @@ import torch
 from transformers import AutoConfig
 
 from hf_dspark.modeling import MTPConfig, MTPDrafter
+from hf_dspark.modeling.configuration_mtp import block_config_of
 from hf_dspark.modeling.drafter import check_target
 from hf_dspark.modeling.modeling_mtp import skeleton
 
@@ -114,24 +115,6 @@ def place_of(name: str, num_layers: int) -> tuple[int, str] | None:
     if inside and int(inside[1]) >= num_layers:
         return int(inside[1]) - num_layers, inside[2]
     return None
-
-
-def block_config_of(text, heads: int, experts: bool) -> dict:
-    """Configuration of `heads` blocks like those of a target, given its text config; with experts or dense."""
-    config = text.to_dict()
-    full = ["full_attention"] * heads
-    if config.get("layer_types") is not None:
-        config["layer_types"] = list(config.get("mtp_layer_types") or full)[:heads]
-    mlp = ["sparse" if experts else "dense"] * heads
-    config |= {
-        "num_hidden_layers": heads,
-        "mlp_layer_types": mlp if config.get("mlp_layer_types") is not None else None,
-        "first_k_dense_replace": (0 if experts else heads) if "first_k_dense_replace" in config else None,
-        "decoder_sparse_step": 1 if "decoder_sparse_step" in config else None,
-        "mlp_only_layers": ([] if experts else list(range(heads))) if "mlp_only_layers" in config else None,
-        "per_layer_config": None,
-    }
-    return {key: value for key, value in config.items() if value is not None}
 
 
 def build(text, tensors: dict, facts: dict, name: str, num_target_layers: int, target=None, dtype=None, **load) -> MTPDrafter:

@@ -59,7 +59,7 @@ def test_nested_algorithm_and_tensors_decide_where_the_usual_keys_are_missing(tm
         ({"architectures": ["DFlashDraftModel"]}, ["layers.0.mlp_conv.base_kernel"], "DFlash2.*convolutions"),
         ({"architectures": ["PEagleDraftModel"]}, [], "PEagle.*one pass"),
         ({"speculators_model_type": "peagle"}, [], "'peagle' drafter"),
-        ({"speculators_model_type": "mtp"}, [], "'mtp' drafter"),
+        ({"speculators_model_type": "dflash2"}, [], "'dflash2' drafter"),
         ({"speculators_model_type": "eagle3"}, ["mask_hidden"], "mask_hidden.*P-EAGLE"),
         ({"architectures": ["Gemma4DSparkModel"], "model_type": "gemma4_text"}, [], "Gemma4DSparkModel.*sandwich"),
         ({"architectures": ["Qwen3DSparkModel"], "model_type": "gemma4_text"}, [], "gemma4_text body"),

@@ -196,7 +196,7 @@ def test_heads_of_gated_attention_and_zero_centred_norms_are_built(model_type, t
     """Their targets keep a recurrent state and are refused by generate(); the heads themselves are attention only."""
     from transformers import AutoConfig
 
-    from hf_dspark.hub.heads import block_config_of
+    from hf_dspark.modeling.configuration_mtp import block_config_of
 
     config = AutoConfig.for_model(
         model_type, vocab_size=13, hidden_size=32, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
