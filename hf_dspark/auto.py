@@ -57,7 +57,8 @@ class AutoDrafter:
                 `sample_from_anchor=True` or `target_layer_ids=[1, 9, 17]` (0-based layer outputs).
 
         Returns:
-            [`DSparkDrafter`], [`Eagle3Drafter`] or [`MTPDrafter`], in eval mode. `drafter.sources` says where each tensor came from.
+            [`DSparkDrafter`], [`Eagle3Drafter`] or [`MTPDrafter`], in eval mode. `drafter.sources` says where each tensor
+            came from.
 
         Raises:
             OSError: nothing there, or the Hub can't be reached.
@@ -88,7 +89,9 @@ class AutoDrafter:
         return _finished(drafter, target)
 
     @classmethod
-    def from_target(cls, target, dtype=None, token=None, cache_dir=None, local_files_only=False, **overrides):
+    def from_target(
+        cls, target, dtype=None, revision=None, token=None, cache_dir=None, local_files_only=False, **overrides
+    ):
         """The multi-token-prediction heads a target carries in its own checkpoint, as a drafter bound to it.
 
         They are read from the folder or repo that the target was loaded from, once. Embedding and head are the target's.
@@ -96,6 +99,7 @@ class AutoDrafter:
         Args:
             target (`PreTrainedModel`): loaded with `from_pretrained`.
             dtype (`torch.dtype`, *optional*): defaults to the target's.
+            revision (`str`, *optional*): defaults to the one the target was loaded from.
             token, cache_dir, local_files_only: as in `huggingface_hub`.
             overrides: fields of [`MTPConfig`], such as `chain_length=3` for drafts a single head makes of its own output.
 
@@ -106,8 +110,9 @@ class AutoDrafter:
             ValueError: the checkpoint holds no heads, or tensors that are missing, unknown or of another shape.
         """
         _check_fields(overrides)
-        drafter = heads_of(target, overrides, token=token, cache_dir=cache_dir, local_files_only=local_files_only)
-        drafter.to(dtype or target.dtype)
+        hub = {"token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
+        drafter = heads_of(target, overrides, revision=revision, **hub)
+        drafter.to(target.dtype if dtype in (None, "auto") else dtype)
         if (place := _device_of(target)) is not None:
             drafter.to(place)
         return _finished(drafter, target)

@@ -62,6 +62,8 @@ class MTPConfig(DrafterConfig):
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
         sizes += ("num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "max_position_embeddings")
         kwargs |= {key: getattr(body, key) for key in sizes if hasattr(body, key)}
+        if "rope_theta" in (getattr(body, "rope_parameters", None) or {}):  # else there is one per layer type
+            kwargs["rope_parameters"] = body.rope_parameters
         kwargs["target_layer_ids"] = [num_target_layers if tap_final_norm else num_target_layers - 1]
         super().__init__(num_target_layers=num_target_layers, **kwargs)
         self._check()

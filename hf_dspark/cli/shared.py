@@ -12,6 +12,7 @@ from rich.table import Table
 from transformers.utils.logging import disable_progress_bar
 
 EMBEDDED = "smollm2"  # the target that comes with the demo extra
+HEADS = "heads"  # as a drafter: the multi-token-prediction heads in the target's own checkpoint
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
@@ -43,7 +44,7 @@ def check_drafter(name: str | None) -> str | None:
     """The callback of every option that names a drafter: a path that leads nowhere is refused before anything is loaded."""
     from hf_dspark.hub.checkpoint import check_place
 
-    if name is not None:
+    if name not in (None, HEADS):
         check_place(name)
     return name
 
@@ -51,7 +52,11 @@ def check_drafter(name: str | None) -> str | None:
 def load_drafter(name, target=None, **overrides):
     from hf_dspark.auto import AutoDrafter
 
+    if name == HEADS and target is None:
+        raise ValueError(f"The drafter {HEADS!r} is inside its target's checkpoint, and no target was given: pass --target.")
     try:
+        if name == HEADS:
+            return AutoDrafter.from_target(target, **overrides)
         return AutoDrafter.from_pretrained(name, target=target, **overrides)
     except TypeError as error:
         if overrides:  # an option's value, which its user should read about without a traceback

@@ -88,7 +88,7 @@ def head(name: str, facts: dict) -> str:
     target = facts["target"] or "its target"
     link = f"[{target}](https://huggingface.co/{target})" if re.fullmatch(r"[\w-]+/[\w.-]+", target) else target
     length = f"{facts['trained_length']} tokens" if facts["trained_length"] else UNKNOWN
-    article = "An" if facts["family"][0] in "AE" else "A"
+    article = "An" if facts["family"][0] in "AEM" else "A"
     return f"""# {name}
 
 {article} {facts["family"]} drafter for {link}. It proposes up to {facts["drafts"]} tokens per stage, which the target \

@@ -27,7 +27,7 @@ FAULTS = {"missing": "missing", "unknown": "unexpected", "of another shape": "mi
 REFUSED = ("chain_hidden_post_norm", "logits_mup_width_multiplier", "logits_scaling", "logit_scale", "unpadded_vocab_size")
 
 
-def heads_of(target, overrides=None, **hub) -> MTPDrafter:
+def heads_of(target, overrides=None, revision=None, **hub) -> MTPDrafter:
     """The heads that lie in the checkpoint a target was loaded from, which transformers passes over.
 
     Of a sharded checkpoint only the shards that hold them are fetched. An embedding and a head that are stored with them are
@@ -42,8 +42,7 @@ def heads_of(target, overrides=None, **hub) -> MTPDrafter:
             f"This {type(target).__name__} was built in memory, so no checkpoint is known that could hold heads: load it with "
             "from_pretrained, or use AutoDrafter.from_pretrained with a drafter."
         )
-    hub.setdefault("revision", getattr(target.config, "_commit_hash", None))
-    checkpoint = Checkpoint.open(name, **hub)
+    checkpoint = Checkpoint.open(name, revision=revision or getattr(target.config, "_commit_hash", None), **hub)
     found = {}
     for file_name in checkpoint.names:
         place = place_of(file_name, text.num_hidden_layers)
@@ -173,8 +172,8 @@ def block_weights(config: MTPConfig, tensors: dict, name: str, dtype) -> dict:
     if any(faults.values()):
         listing = "; ".join(f"{what} {', '.join(names)}" for what, names in faults.items() if names)
         raise ValueError(
-            f"{name}: the tensors of its heads don't make blocks of {type(carrier).__name__} ({listing}). Half-loaded they would "
-            "draft noise: get the complete file, or a release of transformers that knows this layout."
+            f"{name}: the tensors of its heads don't make blocks of {type(carrier).__name__} ({listing}). Half-loaded they "
+            "would draft noise: get the complete file, or a release of transformers that knows this layout."
         )
     found = carrier.state_dict()
     return {re.sub(r"^layers\.(\d+)\.", r"layers.\1.block.", k): t for k, t in found.items() if k.startswith("layers.")}

@@ -158,7 +158,8 @@ def test_ragged_rounds_and_stages_draft_what_a_computation_without_cache_drafts(
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(3, tiny.V, (3, 16), generator=generator)
     features = torch.randn(3, 16, tiny.HIDDEN, generator=generator, dtype=torch.float64)
-    cache, fed, K = drafter.new_cache(torch.zeros(3, dtype=torch.long)), torch.zeros(3, dtype=torch.long), drafter.config.max_block
+    fed, K = torch.zeros(3, dtype=torch.long), drafter.config.max_block
+    cache = drafter.new_cache(fed)
     for committed in ([7, 2, 4], [9, 5, 5], [10, 6, 8]):
         n = torch.tensor(committed)
         counts = n - 1 - fed
@@ -250,6 +251,7 @@ def test_several_heads_are_trained_without_loops(target):
 
 
 def test_random_heads_have_finite_weights_and_grow_nothing(target):
-    config = MTPConfig(dict(model_type="mixtral", hidden_size=32, num_hidden_layers=1, num_local_experts=2, intermediate_size=8))
+    block = dict(model_type="mixtral", hidden_size=32, num_hidden_layers=1, num_local_experts=2, intermediate_size=8)
+    config = MTPConfig(block)
     weights = MTPDrafter(config).state_dict()
     assert all(t.isfinite().all() and t.abs().max() < 2 for t in weights.values())
