@@ -2,6 +2,8 @@
 
 from transformers import PreTrainedConfig
 
+BODIES = ("llama", "gemma4")
+
 
 class DrafterConfig(PreTrainedConfig):
     """Base of [`DSparkConfig`], [`Eagle3Config`] and [`MTPConfig`].
@@ -19,6 +21,9 @@ class DrafterConfig(PreTrainedConfig):
             The older spelling `rope_theta` / `rope_scaling` is read as well.
         attention_bias, attention_output_bias (`bool`): biases of the query, key and value projections; of the output.
         qk_norm (`bool`, defaults to `True`): RMS norm on queries and keys per head, as in Qwen3.
+        body (`str`, defaults to `"llama"`): `"llama"` for pre-norm layers; `"gemma4"` for norms around attention and MLP, a
+            scalar per layer, normed values and unscaled attention.
+        key_is_value (`bool`): values are the un-normed key projection, which the file then has alone.
         target_layer_ids (`list[int]`): tapped target layers, 0-based; the feature is that layer's output before the
             final norm. -1 is the input of layer 0. The last layer is refused.
         num_target_layers (`int`, *optional*), target_hidden_size (`int`, *optional*, defaults to `hidden_size`).
@@ -56,6 +61,8 @@ class DrafterConfig(PreTrainedConfig):
         attention_bias=False,
         attention_output_bias=False,
         qk_norm=True,
+        body="llama",
+        key_is_value=False,
         target_layer_ids=(0,),
         num_target_layers=None,
         target_hidden_size=None,
@@ -91,6 +98,8 @@ class DrafterConfig(PreTrainedConfig):
         self.attention_output_bias = attention_output_bias
         self.mlp_bias = False
         self.qk_norm = qk_norm
+        self.body = body
+        self.key_is_value = key_is_value
         self.target_layer_ids = list(target_layer_ids)
         self.num_target_layers = num_target_layers
         self.target_hidden_size = target_hidden_size or hidden_size
@@ -108,6 +117,8 @@ class DrafterConfig(PreTrainedConfig):
         kwargs["tie_word_embeddings"] = False  # never the target's habit: head and embedding have their own flags
         super().__init__(**kwargs)
         check_target_layer_ids(self.target_layer_ids, num_target_layers, self.last_tap)
+        if body not in BODIES:
+            raise ValueError(f"body={body!r} is unknown: set one of {BODIES}.")
         if self.draft_vocab_size > vocab_size:
             raise ValueError(
                 f"draft_vocab_size={draft_vocab_size} exceeds vocab_size={vocab_size}, and every draft must be a "

@@ -9,7 +9,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from .configuration_eagle3 import Eagle3Config
 from .draft_cache import DraftCache, Slots
 from .drafter import Drafter, DrafterOutput
-from .layers import MLP, DraftAttention, DraftLayer, RMSNorm, RotaryEmbedding
+from .layers import DraftAttention, DraftLayer, RMSNorm, RotaryEmbedding, add_mlp, finish_layer
 from .packed_blocks import dense_anchors
 
 EXTEND_CHUNK = 512  # slots per pass of `extend`: bounds the mask of a long prompt
@@ -24,14 +24,13 @@ class FusionLayer(GradientCheckpointingLayer):
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.hidden_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.self_attn = DraftAttention(config, input_size=2 * config.hidden_size)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.mlp = MLP(config)
+        add_mlp(self, config)
 
     def forward(self, hidden, embeddings, rope, past, mask) -> torch.Tensor:
         normed = self.hidden_norm(hidden)
         both = torch.cat([self.input_layernorm(embeddings), normed], -1)
-        x = (normed if self.norm_before_residual else hidden) + self.self_attn(both, rope, past, 0, mask)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        x = normed if self.norm_before_residual else hidden
+        return finish_layer(self, x, self.self_attn(both, rope, past, 0, mask))
 
 
 @dataclass

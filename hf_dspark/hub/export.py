@@ -60,6 +60,8 @@ def borrow(drafter, target=None) -> list[str]:
     for name, flag in (("embed_tokens", "own_embedding"), ("lm_head", "own_head")):
         if hasattr(drafter, name) and source.is_the_targets(name):
             delattr(drafter, name)
+            if name == "embed_tokens":  # some targets scale what they embed
+                drafter.config.embed_scale /= getattr(source.target.get_input_embeddings(), "scalar_embed_scale", 1.0)
             setattr(drafter.config, flag, False)
             dropped.append(name)
     return dropped
@@ -75,9 +77,11 @@ class Source:
     def refuse_unnamed(self):
         """Options that no layout has a key for."""
         config = self.config
-        self.refuse_if(config.embed_scale != 1.0, f"embed_scale={config.embed_scale}", "no layout has that key")
-        cap = config.final_logit_softcapping
-        self.refuse_if(cap is not None, f"final_logit_softcapping={cap}", "no layout has that key for this body")
+        gemma4, cap = getattr(config, "body", "llama") == "gemma4", config.final_logit_softcapping
+        scale = config.hidden_size**0.5 if gemma4 and config.own_embedding else 1.0
+        self.refuse_if(config.embed_scale != scale, f"embed_scale={config.embed_scale}", "no layout has that key")
+        self.refuse_if(gemma4 and self.to != "deepspec", "a Gemma 4 body", "only DeepSpec has one", 'export to "deepspec"')
+        self.refuse_if(cap is not None and not gemma4, f"final_logit_softcapping={cap}", "no layout has that key for this body")
         self.refuse_if(
             config.attention_bias != config.attention_output_bias,
             f"attention_bias={config.attention_bias} with attention_output_bias={config.attention_output_bias}",
@@ -160,6 +164,8 @@ class Source:
 
     def body(self, model_type: str) -> dict:
         """The decoder body in transformers' keys, rotary embedding in both spellings."""
+        if self.config.body == "gemma4":
+            return self._gemma4_body()
         config, rope = self.config, dict(self.config.rope_parameters)
         default = rope["rope_type"] == "default"
         length = config.max_position_embeddings
@@ -176,6 +182,32 @@ class Source:
             "rope_scaling": None if default else {k: v for k, v in rope.items() if k != "rope_theta"},
             "tie_word_embeddings": False,
         }
+
+    def _gemma4_body(self) -> dict:
+        config = self.config
+        keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+        keys += ("head_dim", "rms_norm_eps", "attention_bias", "vocab_size", "max_position_embeddings")
+        local = {"rope_type": "default", "rope_theta": 10000.0}  # of layers that aren't there, but readers build it
+        return {
+            "model_type": "gemma4_text",
+            "target_model_type": "gemma4",
+            "target_text_model_type": "gemma4_text",
+            **{key: getattr(config, key) for key in keys},
+            "global_head_dim": config.head_dim,
+            "num_global_key_value_heads": config.num_key_value_heads,
+            "attention_k_eq_v": config.key_is_value,
+            "hidden_activation": config.hidden_act,
+            "final_logit_softcapping": config.final_logit_softcapping,
+            "rope_parameters": {"full_attention": dict(config.rope_parameters), "sliding_attention": local},
+            "enable_moe_block": False,
+            "hidden_size_per_layer_input": 0,
+            "num_kv_shared_layers": 0,
+            "tie_word_embeddings": False,
+        }
+
+    def architecture(self, kind: str) -> list[str]:
+        """DeepSpec's name of the body's class."""
+        return [f"{'Gemma4' if self.config.body == 'gemma4' else 'Qwen3'}{kind}"]
 
     def envelope(self, kind: str, architecture: str, body: dict) -> dict:
         """What every speculators config says."""
