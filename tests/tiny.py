@@ -255,7 +255,7 @@ class Steered:
             self.rounds[row] += 1
 
     def start(self, cache, anchor, seed=None, pseudo=None, length=None):
-        ahead = 0 if pseudo is None else pseudo.shape[1] if self.drafter.config.fixed_block else 1
+        ahead = 0 if pseudo is None else 1 if self.drafter.config.recursive else pseudo.shape[1]
         places, self.plans, left = cache.first + cache.lengths + 1 + ahead, [], list(enumerate(self.context.rows))
         for n, last in zip(places.tolist(), anchor.tolist()):
             i, row = next(x for x in left if self.context.ids[x[0], n - 1] == last)
