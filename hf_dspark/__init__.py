@@ -11,6 +11,8 @@ from .auto import AutoDrafter  # noqa: E402
 from .decoding.hook import attach, install, uninstall  # noqa: E402
 from .decoding.outputs import SpeculationStats  # noqa: E402
 from .modeling import (  # noqa: E402
+    AssistantConfig,
+    AssistantDrafter,
     DSparkConfig,
     DSparkDrafter,
     Eagle3Config,
@@ -24,6 +26,8 @@ from .verification.probabilities import keyed_processors  # noqa: E402
 __version__ = "0.1.0"
 
 __all__ = [
+    "AssistantConfig",
+    "AssistantDrafter",
     "AutoDrafter",
     "DSparkConfig",
     "DSparkDrafter",

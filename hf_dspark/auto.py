@@ -5,15 +5,16 @@ from difflib import get_close_matches
 import torch
 from transformers import AutoConfig, AutoModel
 
-from hf_dspark.modeling import DSparkDrafter, Eagle3Drafter, MTPDrafter
+from hf_dspark.modeling import AssistantDrafter, DSparkDrafter, Eagle3Drafter, MTPDrafter
 from hf_dspark.modeling.drafter import check_target
 
+from .hub.assistants import import_assistant
 from .hub.checkpoint import Checkpoint
 from .hub.formats import detect
 from .hub.heads import heads_of, import_heads
 from .hub.importer import BORROWED, import_drafter
 
-OWN = {cls.config_class.model_type: cls for cls in (DSparkDrafter, Eagle3Drafter, MTPDrafter)}
+OWN = {cls.config_class.model_type: cls for cls in (DSparkDrafter, Eagle3Drafter, MTPDrafter, AssistantDrafter)}
 for model_type, drafter_class in OWN.items():
     AutoConfig.register(model_type, drafter_class.config_class, exist_ok=True)
     AutoModel.register(drafter_class.config_class, drafter_class, exist_ok=True)
@@ -82,6 +83,8 @@ class AutoDrafter:
             drafter = _load_own(checkpoint, target, load, overrides, subfolder=subfolder, **hub)
         elif family == "mtp":
             drafter = import_heads(checkpoint, getattr(target, "config", None), overrides, **load)
+        elif family == "assistant":
+            drafter = import_assistant(checkpoint, target, overrides, **load)
         else:
             drafter = import_drafter(checkpoint, getattr(target, "config", None), overrides, **load)
         if "device_map" not in load and (place := device_map or _device_of(target)) is not None:
@@ -119,9 +122,8 @@ class AutoDrafter:
 
 
 def _finished(drafter, target):
-    for name, owned in (("embed_tokens", drafter.config.own_embedding), ("lm_head", drafter.config.own_head)):
-        if not owned:
-            drafter.sources[f"{name}.weight"] = BORROWED
+    for name in drafter.config.borrows:
+        drafter.sources[f"{name}.weight"] = BORROWED
     if target is not None:
         drafter.bind(target)
     return drafter.eval()

@@ -6,7 +6,7 @@ BODIES = ("llama", "gemma4")
 
 
 class DrafterConfig(PreTrainedConfig):
-    """Base of [`DSparkConfig`], [`Eagle3Config`] and [`MTPConfig`].
+    """Base of [`DSparkConfig`], [`Eagle3Config`], [`MTPConfig`] and [`AssistantConfig`].
 
     Facts of a family are class attributes or properties: `family` (its name on a card), `recursive` (a draft costs a pass,
     and a chain goes on as long as it is asked to), `fixed_block` (a stage can be no longer than `max_block`), `max_block`,
@@ -124,6 +124,11 @@ class DrafterConfig(PreTrainedConfig):
                 f"draft_vocab_size={draft_vocab_size} exceeds vocab_size={vocab_size}, and every draft must be a "
                 "token of the target: set draft_vocab_size to vocab_size or less, or None for the whole vocabulary."
             )
+
+    @property
+    def borrows(self) -> list[str]:
+        """What the drafter takes from its target: `embed_tokens`, `lm_head`."""
+        return [name for name, own in (("embed_tokens", self.own_embedding), ("lm_head", self.own_head)) if not own]
 
 
 def check_target_layer_ids(ids: list[int], num_target_layers: int | None, last_tap: int = -2) -> None:

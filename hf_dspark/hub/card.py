@@ -80,7 +80,7 @@ def describe(config: dict, record: dict, parameters: int, size: int) -> dict:
         "thinking": UNKNOWN if thinking is None else "on" if thinking else "off",
         "template": config.get("template_hash"),
         "trained_length": config.get("trained_length"),
-        "borrows": [n for n, own in (("embedding", "own_embedding"), ("head", "own_head")) if not config.get(own)],
+        "borrows": [{"embed_tokens": "embedding", "lm_head": "head"}[name] for name in known.borrows],
     }
 
 

@@ -37,6 +37,8 @@ def export(drafter, folder, to: str, target=None, dtype=None, allow_unservable: 
     if to not in FORMATS:
         raise ValueError(f"to={to!r} is no export format: set one of {FORMATS}.")
     source = Source(drafter, to, target, allow_unservable)
+    published = drafter.config.layouts not in LAYOUTS
+    source.refuse_if(published, f"the family {drafter.config.family}", "servers read its published checkpoint as it is")
     source.refuse_unnamed()
     config, tensors = getattr(LAYOUTS[drafter.config.layouts], to)(source)
     dtype = dtype or drafter.dtype

@@ -7,7 +7,7 @@ from .facts import is_gemma4
 GEMMA4 = r"^Gemma4(Unified)?(DSpark|Eagle3)Model$"
 SUPPORTED = (
     "DeepSpec (DSpark, DFlash, Eagle3 with a Qwen3 or Gemma 4 body), z-lab DFlash, speculators dspark/dflash/eagle3/mtp, "
-    "SpecForge dspark/dflash/domino/eagle3, SafeAILab EAGLE-3, the Muse-Glimmer assistant, and our own"
+    "SpecForge dspark/dflash/domino/eagle3, SafeAILab EAGLE-3, the Muse-Glimmer and Gemma 4 assistants, and our own"
 )
 SERVERS = "serve it with the engine it was published for (vLLM or SGLang), or train a drafter with hf-dspark"
 
@@ -15,7 +15,7 @@ SERVERS = "serve it with the engine it was published for (vLLM or SGLang), or tr
 REFUSED_ARCHITECTURES = {
     r"^DFlash2": "DFlash2 has convolutions and a candidate selector, and without them it drafts noise",
     r"^PEagle": "P-EAGLE drafts all depths in one pass from a learned mask state, which our EAGLE-3 loop doesn't do",
-    r"^Gemma4Assistant|^Gemma4UnifiedAssistant": "it has no keys and values of its own and reads the target's",
+    r"^Gemma4UnifiedAssistant": "it has no keys and values of its own and reads the target's",
     r"^Qwen35DSpark": "its attention is gated and rotates only part of each head",
     r"MTP": "it names a multi-token-prediction head, which is read from its target (AutoDrafter.from_target)",
     r"DeepseekV2": "its attention is multi-head latent attention",
@@ -37,9 +37,9 @@ def refuse(name: str, what: str, why: str, instead: str = SERVERS):
 
 
 def detect(name: str, config: dict, tensors: list[str] | None = None) -> str:
-    """The family: `hf`, `deepspec`, `zlab`, `specforge`, `domino`, `speculators`, `muse`, `mtp`, or `eagle3` and
-    `eagle3-deepspec`, `eagle3-speculators`. Without `tensors` (before weights are opened) only the config decides, and
-    "" means undecided.
+    """The family: `hf`, `deepspec`, `zlab`, `specforge`, `domino`, `speculators`, `muse`, `mtp`, `assistant`, or
+    `eagle3` and `eagle3-deepspec`, `eagle3-speculators`. Without `tensors` (before weights are opened) only the config
+    decides, and "" means undecided.
 
     Raises:
         ValueError: a format that isn't supported, by name, saying why and what to use.
@@ -50,6 +50,8 @@ def detect(name: str, config: dict, tensors: list[str] | None = None) -> str:
         return "hf"
     if algorithm == "mtp":
         return "mtp"
+    if model_type == "gemma4_assistant":
+        return "assistant"
     refuse_unsupported(name, config, arch, tensors or [])
     projector = (config.get("dflash_config") or {}).get("projector_type")
     if algorithm in ("dspark", "dflash"):
