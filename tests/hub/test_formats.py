@@ -63,7 +63,6 @@ def test_nested_algorithm_and_tensors_decide_where_the_usual_keys_are_missing(tm
         ({"speculators_model_type": "eagle3"}, ["mask_hidden"], "mask_hidden.*P-EAGLE"),
         ({"architectures": ["Qwen3DSparkModel"], "model_type": "gemma4_text"}, [], "gemma4_text body"),
         ({"speculators_model_type": "dspark", "transformer_layer_config": {"model_type": "gemma4_text"}}, [], "gemma4_text"),
-        ({"architectures": ["Gemma4AssistantForCausalLM"]}, [], "keys and values of its own"),
         ({"architectures": ["Gemma4UnifiedAssistantForCausalLM"]}, [], "keys and values of its own"),
         ({"architectures": ["Qwen35DSparkModel"]}, [], "gated"),
         ({"architectures": ["Qwen3NextMTP"]}, [], "multi-token-prediction"),

@@ -6,6 +6,7 @@ import torch
 from golden import expected_of, load_target, load_tensors, target_features
 
 from hf_dspark import AutoDrafter, MTPConfig, MTPDrafter
+from hf_dspark.decoding.target import FeatureTap
 from hf_dspark.modeling.modeling_eagle3 import ChainKeys
 
 FIXTURES = ["mtp-glm4moe-n1", "mtp-glm4moe-n2"]
@@ -215,6 +216,40 @@ def test_packed_documents_do_not_see_each_other(target):
         last = 8 - K
         for one, other in zip(both, alone, strict=True):
             torch.testing.assert_close(one[:, 6 : 6 + last], other[:, :last], atol=1e-9, rtol=0)
+
+
+@torch.no_grad()
+def test_options_of_a_head_do_what_they_say(target):
+    """The order of the projection's inputs, the norm before the head whatever is fed back, the two last states."""
+    generator = torch.Generator().manual_seed(4)
+    ids = torch.randint(3, tiny.V, (1, 6), generator=generator)
+    features = torch.randn(1, 6, tiny.HIDDEN, generator=generator, dtype=torch.float64)
+
+    def chain_of(**changes):
+        drafter = tiny.make_mtp(target, seed=7, **changes)
+        if drafter.config.hidden_first:
+            weight = drafter.layers[0].eh_proj.weight
+            weight.copy_(weight.roll(tiny.HIDDEN, 1))
+        cache = drafter.new_cache(torch.zeros(1, dtype=torch.long))
+        seed = drafter.extend(cache, features, ids, all_valid(1, 6))
+        return chain(drafter, cache, ids[:, -1], seed, 2)[1][0]
+
+    plain, swapped, raw = chain_of(), chain_of(hidden_first=True), chain_of(norm_output=False)
+    torch.testing.assert_close(swapped, plain, atol=1e-9, rtol=0)
+    torch.testing.assert_close(raw[0], plain[0], atol=1e-9, rtol=0)
+    assert not torch.allclose(raw[1], plain[1])
+
+
+def test_the_last_state_is_tapped_behind_the_final_norm_or_before():
+    for name in ("llama", "gpt2"):
+        target = tiny.load_case(name).target
+        N, ids = target.config.num_hidden_layers, torch.tensor([[3, 4, 5]])
+        with torch.no_grad(), FeatureTap(target, [N - 1, N]) as tap:
+            normed = target(ids, output_hidden_states=True).hidden_states[-1]
+            raw, found = tap.features().chunk(2, -1)
+            decoder = target.get_decoder()
+            norm = decoder.norm if hasattr(decoder, "norm") else decoder.ln_f
+            assert torch.equal(found, normed) and torch.equal(norm(raw), normed)
 
 
 # ---------------------------------------------------------------------- configuration

@@ -112,6 +112,8 @@ def test_a_head_that_starts_from_the_target_takes_its_last_layer_and_learns(mode
     names = {f"layers.0.block.{name}" for name, _ in target.model.layers[-1].named_parameters()}
     assert names | {"layers.0.post_norm.weight"} < set(taken)
     assert all(target.config.vocab_size not in t.shape for t in drafter.state_dict().values())
+    embedding, state = drafter.layers[0].eh_proj.weight.detach().chunk(2, 1)
+    assert state.diagonal().min() > 0.8 > embedding.diagonal().max(), "the projection lets the state through"
     data = ChatDataset(rows())
     trainer = make_trainer(tmp_path, drafter, target, data, max_steps=30, loop_exposure=0, logging_steps=10)
     trainer.eval_dataset, trainer.decode_check = data, DecodeCheck(target, [[3, 5, 7]], 8)
