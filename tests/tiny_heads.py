@@ -64,10 +64,10 @@ def make_heads(target, heads=1, experts=False, seed=3, **changes):
     return redraw(MTPDrafter(config), seed).bind(target)
 
 
-def save_carrier(name: str, folder, dtype=torch.float32, copies=False, edit=None, **saving):
+def save_carrier(name: str, folder, dtype=torch.float32, copies=False, edit=None, vocab=13):
     """A target loaded from a checkpoint that carries random heads; `copies` adds its embedding and head to them."""
     model_type, options, heads, experts = CARRIERS[name]
-    target = make_target(model_type, vocab_size=13, seed=4, **options).to(dtype)
+    target = make_target(model_type, vocab_size=vocab, seed=4, **options).to(dtype)
     target.save_pretrained(folder)
     drafter = make_heads(target, heads, experts)
     weights, layers = load_file(folder / "model.safetensors"), target.config.num_hidden_layers

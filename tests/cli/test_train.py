@@ -91,5 +91,10 @@ def test_training_writes_drafters_that_load_and_draft(world, data):
     call(*common, "--output", folder / "fourth", "--method", "eagle3")
     chain = AutoDrafter.from_pretrained(str(folder / "fourth" / "final"))
     assert type(chain).__name__ == "Eagle3Drafter" and chain.config.chain_length == 3 and chain.config.draft_vocab_size == 40
+    starts = {"fifth": [], "sixth": ["--init-from", "target"], "seventh": ["--init-from", folder / "fifth" / "final"]}
+    for name, start in starts.items():
+        call(*common, "--output", folder / name, "--method", "mtp", *start)
+        heads = AutoDrafter.from_pretrained(str(folder / name / "final"))
+        assert type(heads).__name__ == "MTPDrafter" and heads.config.chain_length == 3 and heads.config.target_name == target
     refused = CliRunner().invoke(main.app, [str(a) for a in [*common, "--output", folder / "no", "--method", "other"]])
     assert refused.exit_code == 1 and "unknown" in refused.output
