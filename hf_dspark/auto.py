@@ -114,8 +114,7 @@ class AutoDrafter:
         """
         _check_fields(overrides)
         hub = {"token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
-        drafter = heads_of(target, overrides, revision=revision, **hub)
-        drafter.to(target.dtype if dtype in (None, "auto") else dtype)
+        drafter = heads_of(target, overrides, revision, None if dtype == "auto" else dtype, **hub)
         if (place := _device_of(target)) is not None:
             drafter.to(place)
         return _finished(drafter, target)

@@ -5,7 +5,7 @@ import re
 import torch
 from safetensors.torch import load_file, save_file
 from tiny import GQA, make_target, redraw
-from transformers import AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from hf_dspark import MTPConfig, MTPDrafter
 from hf_dspark.modeling.configuration_mtp import block_config_of
@@ -32,6 +32,7 @@ CARRIERS = {
         **MELLUM, num_nextn_predict_layers=1, mtp_layer_types=["full_attention"], mtp_mlp_layer_types=["sparse"],
     ), 1, True),
 }  # fmt: skip
+CARRIERS = {name: carrier for name, carrier in CARRIERS.items() if carrier[0] in CONFIG_MAPPING}
 AROUND = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "post_norm": "norm"}
 
 

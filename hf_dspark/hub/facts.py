@@ -86,6 +86,7 @@ def stated_body(body: dict) -> dict[str, Fact]:
     if body.get("model_type") == "qwen3":
         facts["qk_norm"] = (True, "model_type='qwen3', hence qk_norm")
     if is_gemma4(body):
+        facts.pop("num_key_value_heads", None)  # of the target's sliding layers
         return facts | stated_gemma4(body)
     facts["rope_parameters"] = (read_rope(body), "rope_parameters")
     return facts

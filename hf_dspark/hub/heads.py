@@ -1,7 +1,6 @@
 """Multi-token-prediction heads: out of a target's own checkpoint, or in the layout of the speculators library."""
 
 import re
-from collections.abc import Callable
 
 import torch
 from transformers import AutoConfig
@@ -27,11 +26,12 @@ FAULTS = {"missing": "missing", "unknown": "unexpected", "of another shape": "mi
 REFUSED = ("chain_hidden_post_norm", "logits_mup_width_multiplier", "logits_scaling", "logit_scale", "unpadded_vocab_size")
 
 
-def heads_of(target, overrides=None, revision=None, **hub) -> MTPDrafter:
+def heads_of(target, overrides=None, revision=None, dtype=None, **hub) -> MTPDrafter:
     """The heads that lie in the checkpoint a target was loaded from, which transformers passes over.
 
     Of a sharded checkpoint only the shards that hold them are fetched. An embedding and a head that are stored with them are
-    the target's, if equal. `overrides`: fields of [`MTPConfig`]. `hub`: as in [`Checkpoint.open`].
+    the target's, if equal. `overrides`: fields of [`MTPConfig`]. `dtype`: the target's by default. `hub`: as in
+    [`Checkpoint.open`].
 
     Raises:
         ValueError: there are none, or a tensor is missing, unknown or of another shape.
@@ -43,11 +43,8 @@ def heads_of(target, overrides=None, revision=None, **hub) -> MTPDrafter:
             "from_pretrained, or use AutoDrafter.from_pretrained with a drafter."
         )
     checkpoint = Checkpoint.open(name, revision=revision or getattr(target.config, "_commit_hash", None), **hub)
-    found = {}
-    for file_name in checkpoint.names:
-        place = place_of(file_name, text.num_hidden_layers)
-        if place:
-            found.setdefault(place, file_name)
+    places = {file_name: place_of(file_name, text.num_hidden_layers) for file_name in checkpoint.names}
+    found = {place: file_name for file_name, place in places.items() if place}
     if not found:
         raise ValueError(
             f"{name} holds no multi-token-prediction heads (no tensors mtp.* or model.layers.{text.num_hidden_layers}.*), so "
@@ -59,9 +56,9 @@ def heads_of(target, overrides=None, revision=None, **hub) -> MTPDrafter:
         raise ValueError(
             f"{name} says {given}, which its heads need applied and ours don't apply: generate without assistant_model."
         )
-    tensors = {place: partial_read(files[n], n) for place, n in found.items()}
+    tensors = {place: (files[n], n) for place, n in found.items()}
     facts = {"hidden_first": getattr(text, "mtp_hidden_states_first", False), "target_name": name}
-    drafter = build(text, tensors, {**facts, **(overrides or {})}, name, text.num_hidden_layers, target)
+    drafter = build(text, tensors, {**facts, **(overrides or {})}, name, text.num_hidden_layers, target, dtype or target.dtype)
     drafter.config._commit_hash = checkpoint.commit
     return drafter
 
@@ -95,14 +92,10 @@ def import_heads(checkpoint: Checkpoint, target_config=None, overrides=None, dty
         place = place_of(file_name.replace("mtp_layers.", "mtp.layers."), layers)
         if place is None:
             raise ValueError(f"{checkpoint.name}: unknown tensor {file_name}: get the file that its library writes.")
-        tensors[place] = partial_read(file, file_name)
+        tensors[place] = file, file_name
     drafter = build(text, tensors, facts, checkpoint.name, layers, dtype=None if dtype in (None, "auto") else dtype, **load)
     drafter.config._commit_hash = checkpoint.commit
     return drafter
-
-
-def partial_read(file, name: str) -> Callable[[], torch.Tensor]:
-    return lambda: file.read(name)
 
 
 def place_of(name: str, num_layers: int) -> tuple[int, str] | None:
@@ -117,7 +110,7 @@ def place_of(name: str, num_layers: int) -> tuple[int, str] | None:
 
 
 def build(text, tensors: dict, facts: dict, name: str, num_target_layers: int, target=None, dtype=None, **load) -> MTPDrafter:
-    """A drafter of tensors `{(head, their name): read}`.
+    """A drafter of tensors `{(head, their name): (file, name in it)}`.
 
     Raises:
         ValueError: a tensor is missing, unknown or of another shape.
@@ -125,15 +118,20 @@ def build(text, tensors: dict, facts: dict, name: str, num_target_layers: int, t
     heads = 1 + max(head for head, _ in tensors)
     experts = any(".experts." in rest for _, rest in tensors)
     weights, blocks, own = {}, {}, {}
-    for (head, rest), read in tensors.items():
+    for (head, rest), (file, file_name) in tensors.items():
         part, _, kind = rest.rpartition(".")
-        if part in COPIES:
-            own[COPIES[part]] = read
-        elif part in PARTS:
-            weights[f"layers.{head}.{PARTS[part]}.{kind}"] = read()
-        else:
-            blocks[f"layers.{head}.{rest}"] = read()
-    own = {part: t for part, read in own.items() if not is_the_targets(part, t := read(), target)}
+        tensor = file.read(file_name)
+        if part in PARTS:
+            weights[f"layers.{head}.{PARTS[part]}.{kind}"] = tensor
+        elif part not in COPIES:
+            blocks[f"layers.{head}.{rest}"] = tensor
+        elif not is_the_targets(COPIES[part], tensor, target):
+            if heads > 1:
+                raise ValueError(
+                    f"{name}: {file_name} isn't the target's own, and several heads share one embedding and one head here: get "
+                    "the checkpoint that this target was published with."
+                )
+            own[COPIES[part]] = tensor
     facts = {"num_target_layers": num_target_layers, **facts}
     facts |= {"own_embedding": "embed_tokens" in own, "own_head": "lm_head" in own}
     facts.setdefault("final_logit_softcapping", getattr(text, "final_logit_softcapping", None))
@@ -155,7 +153,9 @@ def is_the_targets(part: str, tensor, target) -> bool:
         return False
     module = target.get_input_embeddings() if part == "embed_tokens" else target.get_output_embeddings()
     weight = getattr(module, "weight", None)
-    return weight is not None and weight.shape == tensor.shape and torch.equal(weight.cpu(), tensor.to(weight.dtype))
+    if weight is None or weight.device.type == "meta" or weight.shape != tensor.shape:
+        return False
+    return torch.equal(weight.cpu(), tensor.to(weight.dtype))
 
 
 def block_weights(config: MTPConfig, tensors: dict, name: str, dtype) -> dict:

@@ -71,7 +71,7 @@ def test_both_architectures_are_known(arch, tmp_path):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"attention_k_eq_v": False, "num_key_value_heads": 1}, r"attention_k_eq_v=False.*v_proj"),
+        ({"attention_k_eq_v": False}, r"attention_k_eq_v=False.*v_proj"),
         ({"num_global_key_value_heads": 2}, r"num_global_key_value_heads=2.*says 1"),
         ({"enable_moe_block": True}, "enable_moe_block=True.*dense target"),
         ({"hidden_size_per_layer_input": 8}, "hidden_size_per_layer_input=8"),

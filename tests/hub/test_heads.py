@@ -114,12 +114,23 @@ def test_nothing_of_the_targets_size_is_copied_or_registered(tmp_path):
     assert block == layer + 2 * 32 * 32 + 3 * 32, "a layer, a projection and three norms"
 
 
+def test_what_transformers_keeps_in_float32_stays_so_in_bfloat16(tmp_path):
+    target = save_carrier("glm, one head", tmp_path, torch.bfloat16)
+    drafter = AutoDrafter.from_target(target)
+    gate = drafter.layers[0].block.mlp.gate
+    assert drafter.dtype == torch.bfloat16 and gate.e_score_correction_bias.dtype == torch.float32
+    assert len(greedy(target, PROMPTS, assistant_model=drafter)[0]) == NEW
+
+
 def test_an_embedding_that_differs_from_the_targets_is_kept(tmp_path):
     def edit(weights):
         weights["model.layers.3.embed_tokens.weight"] += 1
 
     drafter = AutoDrafter.from_target(save_carrier("deepseek, latent attention", tmp_path, copies=True, edit=edit))
     assert drafter.config.own_embedding and not drafter.config.own_head
+    target = save_carrier("glm, three heads", tmp_path / "b", copies=True, edit=edit)
+    with pytest.raises(ValueError, match=r"layers\.3\.embed_tokens\.weight isn't the target's"):
+        AutoDrafter.from_target(target)
 
 
 @pytest.mark.parametrize(
