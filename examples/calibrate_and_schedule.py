@@ -15,7 +15,7 @@ from dloop import tiny_models
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_dspark import AutoDrafter
-from hf_dspark.decoding.policy import Policy
+from hf_dspark.scheduling.policy import Policy
 from hf_dspark.embedded import load_smollm2
 from hf_dspark.evaluation import calibration, plots
 from hf_dspark.evaluation.profiling import profile_pair

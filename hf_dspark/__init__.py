@@ -8,8 +8,11 @@ if (_root / "modeling" / "__init__.py").exists() and not (_root / "hf_dspark" / 
     __path__.append(str(_root))
 
 from .auto import AutoDrafter  # noqa: E402
+from .decoding.engine import EngineRequest, EngineResult, SpeculativeEngine  # noqa: E402
 from .decoding.hook import attach, install, uninstall  # noqa: E402
 from .decoding.outputs import SpeculationStats  # noqa: E402
+from .drafting.copy_drafter import CopyDrafter  # noqa: E402
+from .drafting.copying import CopyMemory  # noqa: E402
 from .modeling import (  # noqa: E402
     AssistantConfig,
     AssistantDrafter,
@@ -29,14 +32,19 @@ __all__ = [
     "AssistantConfig",
     "AssistantDrafter",
     "AutoDrafter",
+    "CopyDrafter",
+    "CopyMemory",
     "DSparkConfig",
     "DSparkDrafter",
     "Eagle3Config",
     "Eagle3Drafter",
+    "EngineRequest",
+    "EngineResult",
     "MTPConfig",
     "MTPDrafter",
     "SpeculationConfig",
     "SpeculationStats",
+    "SpeculativeEngine",
     "__version__",
     "attach",
     "install",

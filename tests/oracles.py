@@ -107,7 +107,7 @@ def judge(branches, verify, target: ToyModel, tokens: list[int], qs, lengths=Non
 
     q = None if qs is None else torch.stack(qs).view(1, L, V) if L else torch.zeros(1, 0, V, dtype=torch.float64)
     if verify is chain.verify_match:
-        verdict = verify(scores_at, drafts, [L], BranchNoise(branches))
+        verdict = verify(scores_at, drafts, None, [L], BranchNoise(branches))
     else:
         thresholds = []
         if verify is chain.verify_ratio:

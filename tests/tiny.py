@@ -126,6 +126,13 @@ class ScriptedCache(DraftCache):
         new.lengths, new.tokens = self.lengths[rows.cpu()], [list(self.tokens[r]) for r in rows.tolist()]
         return new
 
+    def share(self):
+        return self.select(torch.arange(len(self.tokens)))
+
+    def keep(self, order):
+        super().keep(order)
+        self.tokens = [self.tokens[r] for r in order]
+
     def append(self, other):
         super().append(other)
         self.tokens = self.tokens + other.tokens
@@ -254,11 +261,18 @@ class Steered:
             self.right[row] = n + script[self.rounds[row] % len(script)]
             self.rounds[row] += 1
 
+    def _token(self, i, row, place):
+        """What was committed there, or is drafted in this round."""
+        if place < self.context.lengths[i]:
+            return int(self.context.ids[i, place])
+        token = self.sequences[row][place]
+        return token if place < self.right[row] else wrong(token)
+
     def start(self, cache, anchor, seed=None, pseudo=None, length=None):
         ahead = 0 if pseudo is None else 1 if self.drafter.config.recursive else pseudo.shape[1]
         places, self.plans, left = cache.first + cache.lengths + 1 + ahead, [], list(enumerate(self.context.rows))
         for n, last in zip(places.tolist(), anchor.tolist()):
-            i, row = next(x for x in left if self.context.ids[x[0], n - 1] == last)
+            i, row = next(x for x in left if self._token(*x, n - 1) == last)
             left.remove((i, row))
             text = self.sequences[row]
             self.plans.append([t if p < self.right[row] else wrong(t) for p, t in enumerate(text) if p >= n])

@@ -58,7 +58,7 @@ def inspect(
             task = bar.add_task("comparing texts", total=len(ids))
             report = check_exactness(model, assistant, ids, max_new_tokens, progress=lambda i: bar.update(task, completed=i))
         _print_exactness(report, tokenizer)
-    if found.verdict != "fits" or (check and report.verdict == "different"):
+    if found.verdict != "fits" or (check and (report.verdict == "different" or not report.self_check.passed)):
         raise typer.Exit(1)
 
 
@@ -92,6 +92,8 @@ def _print_facts(source: str, facts: dict, tensors: bool) -> None:
 
 
 def _print_exactness(report, tokenizer) -> None:
+    if not report.self_check.passed:
+        say(f"The target fails the self-check: {report.self_check}. generate() refuses it (trust_target).", "bold red")
     for i, d in enumerate(report.divergences):
         if d is not None:
             words = [repr(tokenizer.decode([t])) if t is not None else "the end" for t in (d.plain, d.ours)]

@@ -12,13 +12,14 @@ from packaging.version import Version
 from transformers import LogitsProcessorList
 from transformers.generation.candidate_generator import CandidateGenerator
 
-from hf_dspark.drafting.proposer import Context, Proposer
+from hf_dspark.drafting.proposer import Context, Proposer, Sampling
 from hf_dspark.modeling import SpeculationConfig
+from hf_dspark.scheduling.headless import survival_estimate
+from hf_dspark.scheduling.policy import StaticGate
 from hf_dspark.verification.chain import Noise
 from hf_dspark.verification.probabilities import KeyedNoise, Scorer
 
 from .outputs import SpeculationStats, SpeculativeOutput
-from .policy import StaticGate, survival_estimate
 from .target import FeatureTap
 
 
@@ -40,7 +41,7 @@ class DrafterCandidateGenerator(CandidateGenerator):
         gate = None if speculation.loop_gate is None else StaticGate(speculation.loop_gate)
         first = torch.zeros(1, dtype=torch.long)
         self.proposer = Proposer(drafter, speculation, first, gate=gate, estimate=survival_estimate(drafter))
-        self.scorer = Scorer(logits_processor, [pads], [input_ids[0, pads:]])
+        self.scorer = Scorer(logits_processor, [input_ids[0]], [input_ids[0, pads:]], lazy=False)
         self.seed = torch.randint(2**62, ()).item() if speculation.seed is None else speculation.seed
         self.prompt, self.draft, self.stats = input_ids.shape[1], None, SpeculationStats.empty(1)
         eos = getattr(generation_config, "_eos_token_tensor", None)
@@ -66,14 +67,13 @@ class DrafterCandidateGenerator(CandidateGenerator):
         else:
             fed = matches + 1
         features = features[:, :fed]
-        self.proposer.observe(features, ids[:, ids.shape[1] - fed :], torch.ones(1, fed, dtype=torch.bool))
+        self.proposer.observe(features, ids[:, ids.shape[1] - fed :], torch.tensor([fed]))
 
     def _context(self, ids: torch.Tensor) -> Context:
         n, generated = ids.shape[1], ids.shape[1] + self.pads - self.prompt
         room = max(self.config.max_length - n - self.pads - 1, 0)
-        buffer = torch.cat([ids, ids.new_zeros(1, room + 1)], 1)
         noise = Noise(self.seed, [0], [generated]) if self.config.do_sample else None
-        return Context([0], buffer, [n], [room], self.stop_ids, self.scorer, noise)
+        return Context([0], ids[:, -1], ids, [n], [room], [Sampling([0], [0], self.scorer, noise, self.stop_ids)])
 
     def update_candidate_strategy(self, input_ids, scores, num_matches) -> None:
         if self.draft is not None:

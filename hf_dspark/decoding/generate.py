@@ -1,23 +1,63 @@
 """One generate call: what transformers prepared comes in, a [`DecodeLoop`] runs, the usual outputs go out."""
 
 import dataclasses
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from transformers.generation import GenerationMode
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
 from hf_dspark.modeling import SpeculationConfig
+from hf_dspark.verification.commit import check_criteria, own_criteria
 from hf_dspark.verification.probabilities import DEFAULTS, Scorer
 
+from .batch import Request, Settings
 from .cache import from_user_cache
 from .candidates import stock_generate
-from .loop import DecodeLoop, Request, Settings
-from .outputs import Recorder, SpeculationStats, SpeculativeOutput
-from .policy import policy_for
+from .costs import policy_for
+from .loop import DecodeLoop
+from .options import check_options
+from .outputs import RowOutputs, SpeculationStats, SpeculativeOutput, stacked
+from .preparation import check_positions
+from .selfcheck import check_forward
 from .target import KNOWN_INPUTS, FeatureTap, Target, check_target_model
 
 # Renamed from past_key_values in transformers 5.24; the old name stays readable there.
 CACHE_FIELD = "cache" if "cache" in SpeculativeOutput.__dataclass_fields__ else "past_key_values"
+
+
+# What `listening` says to the calls inside it.
+_LISTENING: ContextVar[tuple] = ContextVar("listening", default=(None, None))
+
+
+# A list where `generate` leaves its requests, prepared as usual, instead of running them: how an engine lets them in.
+_ADMITTING: ContextVar[list | None] = ContextVar("admitting", default=None)
+
+
+def prepared(target, **call) -> list[Request]:
+    """The requests that `target.generate(**call)` would run, with everything transformers and this library check and prepare.
+
+    Raises:
+        whatever that call would raise before its first token.
+    """
+    waiting: list[Request] = []
+    token = _ADMITTING.set(waiting)
+    try:
+        target.generate(**call)
+    finally:
+        _ADMITTING.reset(token)
+    return waiting
+
+
+@contextmanager
+def listening(observer=None, policy=None):
+    """Let every `generate` call in this block show its rounds to `observer` (a callable of a [`Round`]) and ask `policy`, instead
+    of the drafter's own, for what is set to "auto"."""
+    token = _LISTENING.set((observer, policy))
+    try:
+        yield
+    finally:
+        _LISTENING.reset(token)
 
 
 def check_call(target, drafter, mode, config, kwargs) -> None:
@@ -56,6 +96,7 @@ def check_call(target, drafter, mode, config, kwargs) -> None:
             f"cache_implementation={implementation!r} can't be rolled back row by row after a rejected draft: drop it, or "
             "generate without assistant_model."
         )
+    check_options(config)
     drafter.bind(target)
     speculation = resolve(drafter, config)
     if speculation.confidence_threshold > 0 and not drafter.config.confidence_head and not drafter.config.survival_model:
@@ -63,6 +104,7 @@ def check_call(target, drafter, mode, config, kwargs) -> None:
             f"confidence_threshold={speculation.confidence_threshold} was set, and this drafter predicts no confidence "
             "(confidence_head=False, no survival_model): set confidence_threshold=0, or use a drafter with the head."
         )
+    check_forward(target, speculation.trust_target)
     if speculation.engine == "own":  # our loop allocates its own cache: keep generate from making one to throw away
         config.cache_implementation, config.use_cache = None, False
 
@@ -95,7 +137,9 @@ def _check_inputs(input_ids, model_kwargs, inputs_tensor) -> None:
             "inputs_embeds was given, and a drafter needs the prompt's token ids (its context is looked up by token): pass "
             "input_ids, or drop assistant_model."
         )
-    extra = sorted(k for k, v in model_kwargs.items() if k not in KNOWN_INPUTS and v is not None)
+    # Of a prompt without images, transformers still hands on an empty dict of encoder outputs.
+    empty = {k for k, v in model_kwargs.items() if v is None or (isinstance(v, dict) and not v)}
+    extra = sorted(model_kwargs.keys() - KNOWN_INPUTS - empty)
     if extra:
         raise ValueError(
             f"The target was given {', '.join(extra)}, which this loop can't carry from round to round exactly: leave them out "
@@ -146,18 +190,51 @@ def _check_states(config, rows: int) -> None:
         )
 
 
-def _requests(input_ids, mask, config, device) -> tuple[list[Request], list[torch.Tensor]]:
+def _settings(config, speculation, ends, processors, columns, prompts) -> Settings:
+    return Settings(
+        do_sample=config.do_sample,
+        seed=torch.randint(2**62, ()).item() if speculation.seed is None else speculation.seed,
+        stop_ids=ends.stop_ids,
+        criteria=ends.criteria,
+        scorer=Scorer(
+            processors,
+            columns,
+            prompts,
+            keep_min_length=config.min_new_tokens is None,
+            lazy=not config.do_sample or speculation.verification != "block",
+        ),
+    )
+
+
+def _requests(input_ids, mask, processors, criteria, config, speculation) -> tuple[list[Request], list[torch.Tensor]]:
     """One request per row, without its pads, and the columns its prompt came from."""
-    budget = config.max_length - input_ids.shape[1]
-    requests, columns = [], []
-    for row in range(input_ids.shape[0]):
-        where = mask[row].nonzero()[:, 0]
+    ends = own_criteria(criteria, config)
+    check_criteria(ends.criteria, len(input_ids))
+    columns = [row.nonzero()[:, 0] for row in mask]
+    for row, where in enumerate(columns):
         if not len(where):
             raise ValueError(f"Row {row} of attention_mask is all zeros, an empty prompt: give it at least one token (bos).")
-        prompt = input_ids[row, where].to(device)
-        requests.append(Request(row, prompt, budget, input_ids[row].to(device)))
-        columns.append(where.cpu())
-    return requests, columns
+    prompts = [ids[where] for ids, where in zip(input_ids, columns)]
+    settings = _settings(config, speculation, ends, processors, list(input_ids), prompts)
+    budget = max(ends.max_length - input_ids.shape[1], 1)
+    requests = []
+    for row, (shown, prompt) in enumerate(zip(input_ids, prompts)):
+        request = Request(
+            key=row,
+            prompt=prompt.tolist(),
+            budget=budget,
+            settings=settings,
+            place=row,
+            stream=row,
+            shown=shown,
+            outputs=RowOutputs(config),
+        )
+        requests.append(request)
+    return requests, [where.cpu() for where in columns]
+
+
+def _check_lengths(target, past: list[int], requests: list[Request], chunk: int | None) -> None:
+    check_positions(target, past, [len(r.prompt) for r in requests], [r.budget for r in requests], chunk)
 
 
 @torch.no_grad()
@@ -186,6 +263,7 @@ def speculative_generate(
     mask = torch.ones_like(input_ids) if mask is None else mask.to(input_ids.device)
     _check_columns(input_ids, mask, width, model_kwargs.get("position_ids"))
     if speculation.engine == "stock":
+        check_positions(target, [0], mask.sum(1).tolist(), [config.max_length - input_ids.shape[1]] * len(mask), engine="stock")
         kwargs = dict(logits_processor=logits_processor, stopping_criteria=stopping_criteria, generation_config=config)
         kwargs |= dict(synced_gpus=synced_gpus, streamer=streamer, inputs_tensor=inputs_tensor, tokenizer=tokenizer)
         return stock_generate(target, drafter, speculation, stock, input_ids, kwargs | model_kwargs, mask)
@@ -195,6 +273,12 @@ def speculative_generate(
             "row at a time, or drop the streamer."
         )
     _check_states(config, input_ids.shape[0])
+    waiting = _ADMITTING.get()
+    if waiting is not None:
+        requests = _requests(input_ids, mask.bool(), logits_processor, stopping_criteria, config, speculation)[0]
+        _check_lengths(target, [0] * len(requests), requests, None)
+        waiting += requests
+        return input_ids
     with FeatureTap(target, drafter.config.target_layer_ids) as tap:
         return _run(target, drafter, tap, speculation, input_ids, mask, logits_processor, stopping_criteria, config, streamer,
                     model_kwargs)  # fmt: skip
@@ -202,42 +286,36 @@ def speculative_generate(
 
 def _run(target, drafter, tap, speculation, input_ids, mask, processors, criteria, config, streamer, model_kwargs):
     model = Target(target, tap)
-    requests, columns = _requests(input_ids, mask, config, model.device)
-    rows, given = len(requests), model_kwargs.get("cache", model_kwargs.get("past_key_values"))
-    cache = model.new_cache(rows) if given is None else from_user_cache(model.config, given, mask.bool())
-    pads = [input_ids.shape[1] - len(r.prompt) for r in requests]
-    seed = torch.randint(2**62, ()).item() if speculation.seed is None else speculation.seed
-    eos = getattr(config, "_eos_token_tensor", None)
-    settings = Settings(
-        do_sample=config.do_sample,
-        seed=seed,
-        stop_ids=frozenset() if eos is None else frozenset(eos.flatten().tolist()),
-        criteria=StoppingCriteriaList(c for c in criteria if not isinstance(c, MaxLengthCriteria | EosTokenCriteria)),
-        prefill_chunk=config.prefill_chunk_size,
+    requests, columns = _requests(
+        input_ids.to(model.device), mask.to(model.device), processors, criteria, config, speculation
     )
-    stats, recorder = SpeculationStats.empty(rows), Recorder(config, rows)
+    given = model_kwargs.get("cache", model_kwargs.get("past_key_values"))
     keep_cache = bool(config.return_dict_in_generate) or given is not None
-    scorer = Scorer(processors, pads, [r.prompt for r in requests], keep_min_length=config.min_new_tokens is None)
-    auto = speculation.scheduler is not None or speculation.loop_gate == "auto"
-    policy = policy_for(drafter, target, speculation) if auto else None
-    loop = DecodeLoop(model, drafter, speculation, settings, requests, cache, scorer, recorder, stats, keep_cache, policy)
+    observer, policy = _LISTENING.get()
+    if policy is None and (speculation.measures):
+        policy = policy_for(drafter, target, speculation)
+    loop = DecodeLoop(model, drafter, speculation, policy, observer, config.prefill_chunk_size, keep_cache)
+    cache = None if given is None else from_user_cache(model.config, given, mask.bool())
+    past = [0] * len(requests) if cache is None else cache.lengths.tolist()
+    _check_lengths(target, past, requests, config.prefill_chunk_size)
+    loop.admit(requests, cache)
     new: list[list[int]] = [[] for _ in requests]
-    for commits in loop.run():
-        for c in commits:
-            new[c.row].extend(c.tokens)
+    while loop.active:
+        for commit in loop.step():
+            if commit.error is not None:
+                raise commit.error
+            new[commit.key].extend(commit.tokens)
             if streamer is not None:
-                streamer.put(torch.tensor([c.tokens]))
+                streamer.put(torch.tensor([commit.tokens]))
     if streamer is not None:
         streamer.end()
-    stats.notes += loop.proposer.notes()
-    if policy is not None:
-        stats.notes.append(policy.note())
-    drafter.last_speculation = stats
+    notes = loop.notes()
+    outputs = [r.outputs for r in requests]
+    stats = drafter.last_speculation = SpeculationStats.of(outputs, loop.seconds, notes)
     sequences = _sequences(input_ids, new, config)
     if not keep_cache:
         return sequences
-    cache = loop.final_cache()
-    width = input_ids.shape[1]
+    cache, width = loop.final_cache(), input_ids.shape[1]
     cache.columns = [torch.cat([c, torch.arange(width, width + len(t) - 1)]) for c, t in zip(columns, new)]
     if given is not None:
         cache.write_back(given)
@@ -246,9 +324,9 @@ def _run(target, drafter, tap, speculation, input_ids, mask, processors, criteri
         return sequences
     return SpeculativeOutput(
         sequences=sequences,
-        scores=recorder.stacked("scores"),
-        logits=recorder.stacked("logits"),
-        **{name: tuple(states) for name, states in recorder.states.items()},
+        scores=stacked(outputs, "scores"),
+        logits=stacked(outputs, "logits"),
+        **{name: tuple(states) for name, states in outputs[0].states.items()},
         speculation=stats,
         **{CACHE_FIELD: cache},
     )

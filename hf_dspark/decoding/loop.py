@@ -1,92 +1,57 @@
-"""The one decode loop: prefill, then rounds of draft, verify, commit, for rows of any lengths, as a generator of commits."""
+"""The one decode loop: rows are admitted, and every step drafts, verifies and commits for all that are at work."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from transformers.utils import logging
 
-from hf_dspark.drafting.proposer import Context, Draft, Proposer
+from hf_dspark.drafting.copies import LONGEST, offers, with_copies
+from hf_dspark.drafting.draft import Draft
+from hf_dspark.drafting.proposer import Context, Proposer
+from hf_dspark.drafting.tree_drafts import branch, kind_of, propose_trees
 from hf_dspark.modeling import SpeculationConfig
-from hf_dspark.verification.chain import Noise, Verdict, verify_block, verify_match, verify_ratio
-from hf_dspark.verification.commit import commit, row_stopped
-from hf_dspark.verification.probabilities import Scorer
+from hf_dspark.scheduling.policy import AutoGate, StaticGate
+from hf_dspark.verification.tree import ancestors
+from hf_dspark.scheduling.headless import survival_estimate
 
+from .batch import Batch, Commit, Request
 from .cache import TargetCache, drafter_key
-from .outputs import Recorder, SpeculationStats
-from .policy import AutoGate, Policy, StaticGate, survival_estimate
+from .judge import judge, sampling_of
+from .outputs import Seconds
+from .prefill import Prefill
 from .target import Target
 
 logger = logging.get_logger("hf_dspark")
+TREE_BUDGET = 32  # nodes of a stage where costs decide
 
 
-@dataclass
-class Request:
-    """One output row: its unpadded prompt [n], noise stream, budget of new tokens, and the columns `shown` to criteria."""
-
-    row: int
-    prompt: torch.Tensor
-    budget: int
-    shown: torch.Tensor
+class Cancelled(Exception):
+    """A request was taken out before its end."""
 
 
-@dataclass
-class Settings:
-    """What holds for all rows of a call."""
-
-    do_sample: bool
-    seed: int
-    stop_ids: frozenset[int]
-    criteria: object
-    prefill_chunk: int | None = None
-
-
-@dataclass
-class Commit:
-    """Tokens that became output in a round."""
-
-    row: int
-    tokens: list[int]
-    reason: str | None
-
-
-@dataclass
+@dataclass(frozen=True, kw_only=True)
 class Round:
-    """What an observer is shown after each round. Row i of `draft` and `verdict` is the row of `commits[i]`; the seconds are
-    those of all rows together."""
+    """What an observer is shown after each round. Entry i of every list is the row of `commits[i]`; the seconds are those of
+    all rows together. `verified` drafts of each row, and `accepted` of them before the commit cut anything off."""
 
     draft: Draft
-    verdict: Verdict
+    verified: list[int]
+    accepted: list[int]
     commits: list[Commit]
-    draft_seconds: float
-    verify_seconds: float
-    overhead_seconds: float
-
-
-class Slot:
-    """A row at work: `n` committed tokens, the first `start` of them its prompt."""
-
-    def __init__(self, request: Request):
-        self.request, self.row = request, request.row
-        self.start = self.n = len(request.prompt)
-
-    @property
-    def generated(self) -> int:
-        return self.n - self.start
-
-    @property
-    def left(self) -> int:
-        return self.request.budget - self.generated
+    seconds: Seconds
 
 
 class DecodeLoop:
-    """Decodes requests with a bound drafter. Iterate over `run()`; everything else is its parts.
+    """Writes the texts of requests with a bound drafter.
 
     Args:
-        target ([`Target`]): with its tap active. drafter: bound to it. speculation, settings: the call's knobs.
-        requests: one per row. cache: the target's, holding each row's first tokens already (usually none).
-        scorer, recorder, stats: shared with the caller. policy: measures and decides, for what is set to "auto".
+        target ([`Target`]): with its tap active. drafter: bound to it. speculation: the knobs.
+        policy (*optional*): measures and decides, for what is set to "auto".
+        observer (*optional*): shown every [`Round`].
+        prefill_chunk (`int`, *optional*): most prompt tokens of a row per forward.
+        keep_cache (`bool`): whether ended rows leave their caches behind, for `final_cache`.
     """
 
     def __init__(
@@ -94,212 +59,198 @@ class DecodeLoop:
         target: Target,
         drafter,
         speculation: SpeculationConfig,
-        settings: Settings,
-        requests: list[Request],
-        cache: TargetCache,
-        scorer: Scorer,
-        recorder: Recorder,
-        stats: SpeculationStats,
+        policy=None,
+        observer: Callable[[Round], None] | None = None,
+        prefill_chunk: int | None = None,
         keep_cache: bool = False,
-        policy: Policy | None = None,
     ):
-        self.target, self.drafter, self.speculation, self.settings = target, drafter, speculation, settings
-        self.scorer, self.recorder, self.stats, self.cache = scorer, recorder, stats, cache
-        self.slots = [Slot(r) for r in requests]
-        room = max(len(r.prompt) + r.budget for r in requests)
-        self.ids = torch.zeros(len(requests), room + 1, dtype=torch.long, device=target.device)
-        for i, request in enumerate(requests):
-            self.ids[i, : len(request.prompt)] = request.prompt
-        carried = cache.draft if cache.drafter == drafter_key(drafter) else None
-        if carried is not None and not torch.equal(carried.first + carried.lengths, cache.lengths):
-            carried = None
-        self.policy = policy
-        self.proposer = Proposer(drafter, speculation, cache.lengths, carried, self._gate(), survival_estimate(drafter))
-        self.keep_cache, self.finished = keep_cache, {}
-        # A callable that is shown every `Round`; set on the drafter, as the one object a caller shares with this loop.
-        self.observer = getattr(drafter, "observer", None)
+        self.target, self.drafter, self.speculation = target, drafter, speculation
+        self.policy, self.observer = policy, observer
+        self.prefill_chunk, self.keep_cache = prefill_chunk, keep_cache
+        self.memory = getattr(drafter, "copy_memory", None)
+        self.tree = None if speculation.tree is None else kind_of(drafter, speculation.tree)
+        self.seconds, self.finished = Seconds(), {}
+        self.batch = self._batch([], None)
+        self.coming: list[Prefill] = []
 
-    def _gate(self):
-        gate = self.speculation.loop_gate
-        if gate is None:
-            return None
-        return AutoGate(self.policy) if gate == "auto" else StaticGate(gate)
+    # ------------------------------------------------------------------ what a caller does
 
-    # ------------------------------------------------------------------ the generator
+    @property
+    def active(self) -> int:
+        """Rows at work, those whose prompts are still being read included."""
+        return len(self.batch.rows) + sum(len(p.batch.rows) for p in self.coming)
 
-    def run(self) -> Iterator[list[Commit]]:
-        """Yields the commits of the prefill, then of each round, until every row has ended."""
-        began = time.perf_counter()
-        commits = self._prefill()
-        self.stats.prefill_seconds += time.perf_counter() - began
-        yield commits
-        while self.slots:
-            yield self._round()
+    def admit(self, requests: list[Request], cache: TargetCache | None = None) -> None:
+        """Let rows in; the next steps read their prompts. `cache` may hold their first tokens already.
+
+        Raises:
+            ValueError: the cache leaves nothing to read.
+        """
+        flags = requests[0].outputs.flags
+        self.coming.append(Prefill(self.target, self._batch(requests, cache), self.prefill_chunk, flags))
+
+    def cancel(self, key) -> bool:
+        """Take the row of this key out, wherever it is; whether there was one."""
+        for batch in (self.batch, *(p.batch for p in self.coming)):
+            rows = [i for i, row in enumerate(batch.rows) if row.request.key == key]
+            if rows and batch is self.batch:
+                batch.retire(rows)
+            for i in rows if batch is not self.batch else ():
+                batch.rows[i].error = Cancelled(f"request {key!r} was cancelled")  # it leaves once the prompts are read
+            if rows:
+                return True
+        return False
+
+    def step(self) -> list[Commit]:
+        """Read a chunk of the prompts that wait, and run a round of the rows that were at work; what became output."""
+        rows_at_work = bool(self.batch.rows)
+        commits = self._read_prompts() if self.coming else []
+        if rows_at_work:
+            commits += self._round()
+        return commits
+
+    def notes(self) -> list[str]:
+        """What was asked of the drafter that it can't give, and what the policy decided."""
+        return self.batch.proposer.notes() + ([] if self.policy is None else [self.policy.note()])
 
     def final_cache(self) -> TargetCache:
-        """The rows' caches in output order, the drafter's carried along. Needs `keep_cache`."""
-        rows = [self.finished[row] for row in sorted(self.finished)]
-        whole, draft = rows[0]
-        for cache, context in rows[1:]:
+        """The ended rows' caches in the order of their keys, the drafter's carried along. Needs `keep_cache`."""
+        first, *rest = [self.finished[key] for key in sorted(self.finished)]
+        whole, draft = first
+        for cache, context in rest:
             whole.append(cache)
             draft.append(context)
         whole.draft, whole.drafter = draft, drafter_key(self.drafter)
         return whole
 
-    # ------------------------------------------------------------------ prefill
+    # ------------------------------------------------------------------ prompts
 
-    def _prefill(self) -> list[Commit]:
-        past, n = self.cache.lengths, torch.tensor([s.n for s in self.slots])
-        rest = n - past
-        if (rest < 1).any():
-            raise ValueError(
-                f"past_key_values already holds {past.tolist()} tokens of prompts of {n.tolist()}, which leaves nothing to "
-                "feed: pass input_ids that go on at least one token beyond the cache."
-            )
-        total = int(rest.max())
-        chunk = self.settings.prefill_chunk or total
-        logits, features = [None] * len(n), [None] * len(n)
-        for begin in range(0, total, chunk):
-            end = min(begin + chunk, total)
-            self._prefill_chunk(past, rest, begin, end, logits, features)
-        self.cache.lengths = n
-        verdict, scores = self._verify(torch.stack(logits)[:, None], _no_draft(self.ids, len(n)))
-        commits = self._commit(verdict, _no_draft(self.ids, len(n)), torch.stack(logits)[:, None], scores, first=True)
-        tokens = torch.tensor([[c.tokens[0]] for c in commits], device=self.ids.device)
-        self.proposer.observe(torch.stack(features)[:, None], tokens, torch.ones(len(n), 1, dtype=torch.bool))
-        self._retire(commits)
+    def _batch(self, requests: list[Request], cache: TargetCache | None) -> Batch:
+        cache = self.target.new_cache(len(requests)) if cache is None else cache
+        carried = cache.draft if cache.drafter == drafter_key(self.drafter) else None
+        if carried is not None and not torch.equal(carried.first + carried.lengths, cache.lengths):
+            carried = None
+        cache.draft = cache.columns = None
+        gate = self.speculation.loop_gate
+        if gate is not None:
+            gate = AutoGate(self.policy) if gate == "auto" else StaticGate(gate)
+        estimate = survival_estimate(self.drafter)
+        proposer = Proposer(self.drafter, self.speculation, cache.lengths, carried, gate, estimate)
+        return Batch(requests, cache, proposer, self.target.device, copying=self.speculation.copy is not None)
+
+    def _read_prompts(self) -> list[Commit]:
+        """A chunk of the first prompts that wait; once they are read, their rows have a first token and join the others."""
+        began, prefill = time.perf_counter(), self.coming[0]
+        batch = prefill.batch
+        out, begin, end = prefill.advance()
+        batch.rows[0].outputs.add_states(out, end - begin, begin)
+        commits = []
+        if not prefill.windows:
+            self.coming.pop(0)
+            logits, features = prefill.finish()
+            draft = Draft.empty(len(batch.rows), batch.device)
+            commits, new = self._commit(batch, sampling_of(batch), draft, draft.lengths, logits)[:2]
+            batch.proposer.observe(features, new, torch.ones(len(new), dtype=torch.long))
+            self._retire(batch, commits)
+            self.batch.admit(batch)
+        self.seconds.prefill += time.perf_counter() - began
         return commits
-
-    def _prefill_chunk(self, past, rest, begin, end, logits, features) -> None:
-        """Feed tokens begin..end of every row's rest. All rows write the same number of slots: what lies beyond a short row's
-        end is never attended and later overwritten. Each row's last feature waits for the token that follows it."""
-        device = self.ids.device
-        columns = (past[:, None] + torch.arange(begin, end + 1)).clamp_max(self.ids.shape[1] - 1).to(device)
-        ids = self.ids.gather(1, columns)
-        ending = [r for r, m in enumerate(rest.tolist()) if begin < m <= end]
-        keep = sorted({int(rest[r]) - 1 - begin for r in ending}) or [0]
-        self.cache.lengths = past + begin
-        keep_at = torch.tensor(keep, device=device)
-        out = self.target.forward(ids[:, :-1], self.cache, past + rest, keep_at, **self.recorder.flags)
-        self.recorder.add_states(out, end - begin, begin)
-        tapped = self.target.tap.features(self.drafter.device)
-        for r in ending:
-            last = int(rest[r]) - 1 - begin
-            logits[r], features[r] = out.logits[r, keep.index(last)].to(device), tapped[r, last]
-        valid = torch.arange(begin, end) < (rest - 1)[:, None]
-        if valid.any():
-            self.proposer.observe(tapped, ids[:, 1:], valid)
 
     # ------------------------------------------------------------------ a round
 
     def _round(self) -> list[Commit]:
-        clock = [time.perf_counter()]
-        context = self._context()
+        batch, clock = self.batch, Laps()
+        context = self._context(batch)
+        draft, verified = self._draft(batch, context)
+        clock.lap()
+        width = max(verified) + 1
+        fed = torch.cat([batch.anchors[:, None], draft.tokens[:, : width - 1]], 1)
+        ends = [n + length for n, length in zip(batch.lengths, verified)]
+        self.target.restart(batch.ids, batch.cache, batch.lengths)
+        tree = None if draft.parents is None else ancestors(draft.parents[:, : width - 1])
+        out = self.target.forward(fed, batch.cache, ends, tree=tree, **batch.rows[0].outputs.flags)
+        commits, new, judged = self._commit(batch, context.sampling, draft, verified, out.logits.to(batch.device), clock)
+        batch.rows[0].outputs.add_states(out, len(commits[0].tokens), int(batch.cache.lengths[0]))
+        clock.lap()
+        counts = torch.tensor([len(c.tokens) for c in commits])
+        features = self.target.tap.features(self.drafter.device)
+        if judged.path is not None:
+            batch.cache.settle_path(judged.path)
+            features = along(features, judged.path)
+        batch.cache.advance(counts)
+        batch.proposer.observe(features[:, : new.shape[1]], new, counts)
+        clock.lap()
+        self._retire(batch, commits)
+        propose, verify, commit, observe, retire = clock.laps()
+        seconds = Seconds(draft=propose + observe, verify=verify, overhead=commit + retire)
+        self.seconds.add(seconds)
         if self.policy is not None:
-            self.policy.begin(len(self.slots), sum(context.lengths) / len(self.slots))
-        if self.speculation.scheduler is not None:
-            planned = self.policy.plan()
-            context.room = [min(room, planned) if planned < self.proposer.block else room for room in context.room]
-        draft = self.proposer.propose(context)
-        if self.speculation.scheduler is not None:
-            draft.lengths = self.policy.prune(draft)
-        clock.append(time.perf_counter())
-        fed = self._fed(max(draft.lengths))
-        ends = [s.n + length for s, length in zip(self.slots, draft.lengths)]
-        out = self.target.forward(fed, self.cache, ends, **self.recorder.flags)
-        logits = out.logits.to(self.ids.device)
-        clock.append(time.perf_counter())
-        verdict, scores = self._verify(logits, draft)
-        commits = self._commit(verdict, draft, logits, scores)
-        self.recorder.add_states(out, len(commits[0].tokens), int(self.cache.lengths[0]))
-        clock.append(time.perf_counter())
-        self._observe(commits, fed.shape[1])
-        clock.append(time.perf_counter())
-        self._retire(commits)
-        clock.append(time.perf_counter())
-        propose, verify, commit_, observe, retire = (b - a for a, b in zip(clock, clock[1:]))
-        self.stats.draft_seconds += propose + observe
-        self.stats.verify_seconds += verify
-        self.stats.overhead_seconds += commit_ + retire
-        if self.policy is not None:
-            accepted = verdict.accepted.tolist()
-            self.policy.observe(draft, draft.lengths, accepted, fed.shape[1], propose + observe, verify)
+            self.policy.observe(draft, verified, judged.accepted, width, seconds.draft, seconds.verify)
         if self.observer is not None:
-            self.observer(Round(draft, verdict, commits, propose + observe, verify, commit_ + retire))
+            self.observer(Round(draft=draft, verified=verified, accepted=judged.accepted, commits=commits, seconds=seconds))
         return commits
 
-    def _context(self) -> Context:
-        limit = getattr(self.target.config, "max_position_embeddings", None) or 0
-        room = [min(s.left - 1, limit - s.n) if limit >= s.n else s.left - 1 for s in self.slots]
-        return Context(
-            rows=[s.row for s in self.slots],
-            ids=self.ids,
-            lengths=[s.n for s in self.slots],
-            room=room,
-            stop_ids=self.settings.stop_ids,
-            scorer=self.scorer,
-            noise=self._noise(),
-        )
+    def _draft(self, batch: Batch, context: Context) -> tuple[Draft, list[int]]:
+        """What the round proposes, and how much of it is verified."""
+        if self.policy is not None:
+            self.policy.begin(len(batch.rows), sum(context.lengths) / len(batch.rows))
+        scheduled, room = self.speculation.scheduler is not None, context.room
+        if self.tree is not None and (self.speculation.tree != "auto" or self.policy.use_tree()):
+            draft = self._draft_trees(batch, context)
+            return draft, draft.lengths
+        copies, lengths, planned = self._copies(batch, room, scheduled)
+        if planned < batch.proposer.block or any(lengths):
+            context.room = [0 if n else min(most, planned) for n, most in zip(lengths, room)]
+        draft = with_copies(batch.proposer.propose(context), copies, lengths, room)
+        return draft, self.policy.prune(draft) if scheduled else draft.lengths
 
-    def _noise(self) -> Noise | None:
-        if not self.settings.do_sample:
-            return None
-        return Noise(self.settings.seed, [s.row for s in self.slots], [s.generated for s in self.slots])
+    def _draft_trees(self, batch: Batch, context: Context) -> Draft:
+        """A tree per row, with what the row could copy as a branch; its size by the policy where none was set."""
+        knobs, branches, size = self.speculation, None, None
+        if knobs.copy is not None:
+            limit = LONGEST if knobs.copy == "auto" else knobs.copy
+            texts = [row.tokens for row in batch.rows]
+            found = offers([row.copies for row in batch.rows], texts, context.room, self.memory, limit)
+            branches = [branch(c.tokens, self.policy.copying[s].expected(c.match, len(c.tokens))) for c, s in found]
+        if knobs.tree_budget is None:
+            size = self.policy.tree_size
+        budget = knobs.tree_budget or TREE_BUDGET
+        return propose_trees(batch.proposer, context, self.tree, budget, size, branches)
 
-    def _fed(self, length: int) -> torch.Tensor:
-        """The anchor and `length` drafts of each row, [A, length + 1]."""
-        n = torch.tensor([s.n for s in self.slots], device=self.ids.device)
-        return self.ids.gather(1, (n[:, None] - 1 + torch.arange(length + 1, device=n.device)).clamp_max(self.ids.shape[1] - 1))
+    def _copies(self, batch: Batch, room: list[int], scheduled: bool) -> tuple[list, list[int], int]:
+        """What the rows could copy, how much of it each does, and the drafts planned for each of the others."""
+        copy, rows = self.speculation.copy, len(batch.rows)
+        if copy is None:
+            return [], [0] * rows, self.policy.plan() if scheduled else batch.proposer.block
+        limit = LONGEST if copy == "auto" else copy
+        copies = offers([row.copies for row in batch.rows], [row.tokens for row in batch.rows], room, self.memory, limit)
+        if copy == "auto":
+            return copies, *self.policy.choose(copies, scheduled)
+        lengths = [len(c.tokens) for c, _ in copies]
+        return copies, lengths, 0 if all(lengths) else self.policy.plan() if scheduled else batch.proposer.block
 
-    def _verify(self, logits: torch.Tensor, draft: Draft) -> tuple[Verdict, list[dict]]:
-        """Judge the drafts by target logits [A, L+1, V]; processed scores are kept per row and position if asked for."""
-        kept: list[dict] = [{} for _ in self.slots]
+    def _context(self, batch: Batch) -> Context:
+        room = [min(row.left - 1, self.target.room(row.n), self.target.draft_room(row.n)) for row in batch.rows]
+        keys = [row.request.key for row in batch.rows]
+        return Context(keys, batch.anchors, batch.ids, batch.lengths, room, sampling_of(batch))
 
-        drafted, stop_ids = draft.tokens.tolist(), self.settings.stop_ids
-
-        def scores_at(i, rows):
-            scores = logits[rows, i].float()
-            # Behind a stop token nothing is decided any more, and processors may not expect to be asked.
-            live = [j for j, r in enumerate(rows) if not i or drafted[r][i - 1] not in stop_ids]
-            if live:
-                prefixes = [self.ids[r : r + 1, : self.slots[r].n + i] for r in (rows[j] for j in live)]
-                scores[live] = self.scorer.target_scores([self.slots[rows[j]].row for j in live], prefixes, scores[live])
-            if self.recorder.wants_scores:
-                for r, s in zip(rows, scores):
-                    kept[r][i] = s
-            return scores
-
-        noise = self._noise()
-        if noise is None or self.speculation.verification == "match":
-            return verify_match(scores_at, draft.tokens, draft.lengths, noise), kept
-        verify = verify_block if self.speculation.verification == "block" else verify_ratio
-        q = None if draft.q is None else draft.q.to(logits.device)
-        return verify(scores_at, draft.tokens, q, draft.lengths, noise), kept
-
-    def _commit(self, verdict, draft, logits, scores, first=False) -> list[Commit]:
-        accepted, following = verdict.accepted.tolist(), verdict.next_token.tolist()
-        drafted, commits = draft.tokens.tolist(), []
-        for i, slot in enumerate(self.slots):
-            self.ids[i, slot.n + accepted[i]] = following[i]
-            tokens = drafted[i][: accepted[i]] + [following[i]]
-            stopped = None
-            if self.settings.criteria:
-                new = self.ids[i, slot.start : slot.n + len(tokens)]
-                row = torch.cat([slot.request.shown, new])[None]
-                seen = None
-                if self.recorder.wants_scores:
-                    seen = self.recorder.scores[slot.row] + [scores[i][k] for k in range(len(tokens))]
-                stopped = row_stopped(self.settings.criteria, row, len(slot.request.shown) + slot.generated, seen)
-            kept, reason = commit(tokens, self.settings.stop_ids, slot.left, stopped)
-            self.recorder.add(slot.row, logits[i], scores[i], len(kept))
-            slot.n += len(kept)
-            self._warn_beyond_training(slot.n)
-            if not first:
-                survived = min(accepted[i], len(kept))
-                verified = draft.lengths[i] if len(kept) == len(tokens) else survived
-                self.stats.add(slot.row, len(kept), verified, survived, draft.stages[i])
-            commits.append(Commit(slot.row, kept, reason))
-        return commits
+    def _commit(self, batch: Batch, sampling, draft: Draft, verified: list[int], logits: torch.Tensor, clock=None):
+        """Judge the drafts and take what is verified: the commits, their tokens [A, T], and the judgement."""
+        judged = judge(batch, sampling, draft, verified, logits, self.speculation.verification)
+        if clock is not None:
+            clock.lap()
+        rows = list(batch.rows)
+        commits, new = batch.commit(judged.tokens)
+        for i, (row, commit) in enumerate(zip(rows, commits)):
+            count = len(commit.tokens)
+            row.outputs.add(logits[i] if judged.path is None else along(logits[i : i + 1], judged.path[i : i + 1])[0],
+                            judged.scores[i], count)  # fmt: skip
+            self._warn_beyond_training(row.n)
+            if clock is not None:
+                survived = min(judged.accepted[i], count)
+                verdicts = verified[i] if count == len(judged.tokens[i]) else survived
+                row.outputs.add_round(count, verdicts, survived, draft.stages[i], draft.sources[i])
+        return commits, new, judged
 
     def _warn_beyond_training(self, length: int) -> None:
         trained = self.drafter.config.trained_length
@@ -309,32 +260,35 @@ class DecodeLoop:
                 "drafts may be accepted. Train on longer texts, or set scheduler='auto' to draft less."
             )
 
-    def _observe(self, commits: list[Commit], fed: int) -> None:
-        """Count the committed tokens in both caches; the last committed token is the new anchor and has no entry yet."""
-        counts = torch.tensor([len(c.tokens) for c in commits])
-        features = self.target.tap.features(self.drafter.device)
-        before = torch.tensor([s.n for s in self.slots]) - counts
-        columns = (before[:, None] + torch.arange(fed)).clamp_max(self.ids.shape[1] - 1).to(self.ids.device)
-        self.cache.advance(counts)
-        self.proposer.observe(features, self.ids.gather(1, columns), torch.arange(fed) < counts[:, None])
-
-    def _retire(self, commits: list[Commit]) -> None:
+    def _retire(self, batch: Batch, commits: list[Commit]) -> None:
         """Drop ended rows from everything that is per active row."""
-        keep = [i for i, c in enumerate(commits) if c.reason is None]
-        if len(keep) == len(commits):
-            return
+        ended = [i for i, c in enumerate(commits) if c.reason is not None]
+        if self.memory is not None and self.memory.learns:
+            for i in ended:
+                self.memory.add(batch.rows[i].tokens)
         if self.keep_cache:
-            for i, c in enumerate(commits):
-                if c.reason is not None:
-                    index = torch.tensor([i])
-                    self.finished[c.row] = (self.cache.select([i]), self.proposer.cache.select(index))
-        self.slots = [self.slots[i] for i in keep]
-        if keep:
-            self.cache, self.ids = self.cache.select(keep), self.ids[keep]
-            self.proposer.select(keep)
+            for i in ended:
+                key = commits[i].key
+                self.finished[key] = batch.cache.select([i]), batch.proposer.cache.select(torch.tensor([i]))
+        if ended:
+            batch.retire(ended)
 
 
-def _no_draft(ids: torch.Tensor, rows: int) -> Draft:
-    """The prefill's draft: nothing, so that the first token takes the path of every other."""
-    empty = ids.new_zeros(rows, 0)
-    return Draft(empty, [0] * rows, None, empty.float(), None, [0] * rows, 0)
+def along(values: torch.Tensor, path: torch.Tensor) -> torch.Tensor:
+    """Of values [A, N + 1, ...] of the anchor and the nodes: the anchor's and those of the `path` [A, L] (-1 is filling)."""
+    places = torch.nn.functional.pad(path.clamp_min(0) + 1, (1, 0)).to(values.device)
+    return values[torch.arange(len(values), device=values.device)[:, None], places]
+
+
+class Laps:
+    """Seconds between calls of `lap`."""
+
+    def __init__(self):
+        self.times = [time.perf_counter()]
+
+    def lap(self) -> None:
+        self.times.append(time.perf_counter())
+
+    def laps(self) -> list[float]:
+        self.lap()
+        return [b - a for a, b in zip(self.times, self.times[1:])]

@@ -1,6 +1,6 @@
 """What a speculative generate call returns: statistics per row and round, and the per-token outputs of plain generate."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 from transformers.generation import GenerateDecoderOnlyOutput
@@ -11,7 +11,8 @@ class SpeculationStats:
     """What was drafted, accepted and spent, per output row and round. The prefill is no round.
 
     `acceptance_lengths[row][round]` tokens emitted (bonus included), `draft_lengths` drafts verified, `accepted_lengths`
-    drafts accepted, `draft_stages` drafting stages. A round cut by a stop token or the budget counts what it emitted, and as
+    drafts accepted, `draft_stages` drafting stages, `sources` where its drafts came from ("drafter", "copy", "tree", or "none" for
+    a plain step). A round cut by a stop token or the budget counts what it emitted, and as
     verified only what came before the cut. Seconds: `draft_seconds` (drafting and extending its context), `verify_seconds`
     (target forwards of rounds), `prefill_seconds`, `overhead_seconds` (the rest of the rounds).
     """
@@ -20,6 +21,7 @@ class SpeculationStats:
     draft_lengths: list[list[int]]
     accepted_lengths: list[list[int]]
     draft_stages: list[list[int]]
+    sources: list[list[str]] = field(default_factory=list)
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     prefill_seconds: float = 0.0
@@ -39,13 +41,38 @@ class SpeculationStats:
 
     @classmethod
     def empty(cls, rows: int) -> "SpeculationStats":
-        return cls(*[[[] for _ in range(rows)] for _ in range(4)])
+        return cls(*[[[] for _ in range(rows)] for _ in range(5)])
 
-    def add(self, row: int, emitted: int, verified: int, accepted: int, stages: int) -> None:
+    @classmethod
+    def of(cls, rows: list["RowOutputs"], seconds: "Seconds", notes: list[str]) -> "SpeculationStats":
+        """The statistics of finished rows."""
+        columns = [[list(column) for column in zip(*row.rounds)] or [[] for _ in range(5)] for row in rows]
+        return cls(
+            *[[row[i] for row in columns] for i in range(5)],
+            draft_seconds=seconds.draft,
+            verify_seconds=seconds.verify,
+            prefill_seconds=seconds.prefill,
+            overhead_seconds=seconds.overhead,
+            notes=notes,
+        )
+
+    def add(self, row: int, emitted: int, verified: int, accepted: int, stages: int, source: str = "drafter") -> None:
         self.acceptance_lengths[row].append(emitted)
         self.draft_lengths[row].append(verified)
         self.accepted_lengths[row].append(accepted)
         self.draft_stages[row].append(stages)
+        self.sources[row].append(source)
+
+    @property
+    def by_source(self) -> dict[str, dict[str, int]]:
+        """Rounds, tokens emitted, drafts verified and drafts accepted of each source of drafts."""
+        out: dict[str, dict[str, int]] = {}
+        names = ("acceptance_lengths", "draft_lengths", "accepted_lengths")
+        for source, *counts in zip(self._pooled("sources"), *map(self._pooled, names)):
+            mine = out.setdefault(source, {"rounds": 0, "emitted": 0, "verified": 0, "accepted": 0})
+            for name, count in zip(mine, (1, *counts)):
+                mine[name] += count
+        return out
 
     def _pooled(self, name) -> list[int]:
         return [x for row in getattr(self, name) for x in row]
@@ -84,28 +111,52 @@ class SpeculativeOutput(GenerateDecoderOnlyOutput):
     speculation: SpeculationStats | None = None
 
 
-class Recorder:
-    """Keeps what plain generate can return of committed tokens: scores and logits row by row; hidden states and attentions of
-    a single row, one tuple over layers per generated token, the prompt's being the first."""
+@dataclass
+class Seconds:
+    """Where a loop's time goes. Drafting and verification end with a copy to the host, so they hold what a device did for them."""
+
+    draft: float = 0.0
+    verify: float = 0.0
+    overhead: float = 0.0
+    prefill: float = 0.0
+
+    def add(self, other: "Seconds") -> None:
+        for f in fields(self):
+            setattr(self, f.name, getattr(self, f.name) + getattr(other, f.name))
+
+
+class RowOutputs:
+    """What is kept of one row: its rounds, and what plain generate can return of committed tokens. Scores and logits; hidden
+    states and attentions where the row is the only one, one tuple over layers per generated token, the prompt's being the
+    first.
+
+    Args:
+        generation_config: of the call; None keeps the rounds alone.
+    """
 
     STATES = ("hidden_states", "attentions")
 
-    def __init__(self, generation_config, rows: int):
+    def __init__(self, generation_config=None):
         def wants(name):
-            return bool(generation_config.return_dict_in_generate and getattr(generation_config, f"output_{name}", False))
+            asked = getattr(generation_config, f"output_{name}", False)
+            return bool(asked and generation_config.return_dict_in_generate)
 
         self.wants_scores, self.wants_logits = wants("scores"), wants("logits")
-        self.scores: list[list[torch.Tensor]] = [[] for _ in range(rows)]
-        self.logits: list[list[torch.Tensor]] = [[] for _ in range(rows)]
+        self.scores: list[torch.Tensor] = []
+        self.logits: list[torch.Tensor] = []
         self.states: dict[str, list[tuple]] = {name: [] for name in self.STATES if wants(name)}
         self.flags = {f"output_{name}": True for name in self.states}
+        self.rounds: list[tuple[int, int, int, int, str]] = []
 
-    def add(self, row: int, logits: torch.Tensor, scores: dict[int, torch.Tensor], count: int) -> None:
+    def add(self, logits: torch.Tensor, scores: dict[int, torch.Tensor], count: int) -> None:
         """Keep the first `count` positions of `logits` [L+1, V] and processed `scores` {position: [V]}."""
         if self.wants_logits:
-            self.logits[row].extend(logits[:count].float())
+            self.logits.extend(logits[:count].float())
         if self.wants_scores:
-            self.scores[row].extend(scores[i] for i in range(count))
+            self.scores.extend(scores[i] for i in range(count))
+
+    def add_round(self, emitted: int, verified: int, accepted: int, stages: int, source: str) -> None:
+        self.rounds.append((emitted, verified, accepted, stages, source))
 
     def add_states(self, output, count: int, cached: int) -> None:
         """Keep the states of the first `count` tokens fed in a round, behind `cached` ones; the prompt's whole if nothing is
@@ -119,11 +170,11 @@ class Recorder:
                 one = [x[..., i : i + 1, :] for x in layers]
                 kept.append(tuple(x[..., : cached + i + 1] for x in one) if name == "attentions" else tuple(one))
 
-    def stacked(self, name: str) -> tuple[torch.Tensor, ...] | None:
-        """One [B, V] tensor per generated column."""
-        rows = getattr(self, name)
-        if not getattr(self, f"wants_{name}"):
-            return None
-        columns = max(len(r) for r in rows)
-        blank = torch.zeros_like(next(r[0] for r in rows if r))
-        return tuple(torch.stack([r[i] if i < len(r) else blank for r in rows]) for i in range(columns))
+
+def stacked(rows: list[RowOutputs], name: str) -> tuple[torch.Tensor, ...] | None:
+    """One [B, V] tensor of `name`, "scores" or "logits", per generated column; None where nobody asked."""
+    if not getattr(rows[0], f"wants_{name}"):
+        return None
+    kept = [getattr(row, name) for row in rows]
+    blank = torch.zeros_like(next(r[0] for r in kept if r))
+    return tuple(torch.stack([r[i] if i < len(r) else blank for r in kept]) for i in range(max(map(len, kept))))

@@ -1,7 +1,7 @@
-"""Drafter + cache + knobs + noise -> drafts. The decode loop and the stock engine drive the same proposer."""
+"""Drafter + context + knobs + noise -> drafts. The decode loop and the stock engine drive the same proposer."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 
 import torch
 
@@ -9,42 +9,38 @@ from hf_dspark.modeling import SpeculationConfig
 from hf_dspark.verification.chain import Noise
 from hf_dspark.verification.probabilities import Scorer
 
+from .draft import Draft
+
 
 @dataclass
-class Draft:
-    """What one round proposes for A active rows.
+class Sampling:
+    """How some active rows draw: `rows` [R] among them, their numbers `places` [R] in `scorer`, and `noise` or None.
 
-    `tokens` [A, L] target ids; `lengths` [A] drafts to verify; `q` [A, L, V] the distributions they were drawn from, or None
-    for deterministic drafts; `log_q` [A, L] log-probabilities of the tokens at temperature 1, unwarped; `confidence` [A, L]
-    or None; `stages` [A] drafting stages; `stage_length` drafts of a whole stage; `room` [A] most drafts that could have been,
-    settled before the first of them (None: no limit).
+    `errors` {active row: exception} collects what processors raise, so that one row's fault isn't its neighbours'.
     """
 
-    tokens: torch.Tensor
-    lengths: list[int]
-    q: torch.Tensor | None
-    log_q: torch.Tensor
-    confidence: torch.Tensor | None
-    stages: list[int]
-    stage_length: int
-    room: list[int] | None = None
+    rows: list[int]
+    places: list[int]
+    scorer: Scorer
+    noise: Noise | None
+    stop_ids: frozenset[int]
+    errors: dict[int, Exception] = field(default_factory=dict)
 
 
 @dataclass
 class Context:
-    """What drafting may know of the active rows.
+    """What drafting may know of the A active rows.
 
-    `rows` [A] output rows; `ids` [A, capacity] token buffer, drafts are written behind each row's `lengths` [A] committed
-    tokens; `room` [A] most drafts worth making; `stop_ids` end a draft; `scorer` and `noise` as for the target.
+    `rows` [A] their callers' names; `anchors` [A] their last committed tokens; `ids` [A, capacity] the committed tokens, `lengths` [A] of each; `room` [A]
+    most drafts worth making; `sampling`: one entry for the rows of each call.
     """
 
-    rows: list[int]
+    rows: list
+    anchors: torch.Tensor
     ids: torch.Tensor
     lengths: list[int]
     room: list[int]
-    stop_ids: frozenset[int]
-    scorer: Scorer
-    noise: Noise | None
+    sampling: list[Sampling]
 
 
 class Proposer:
@@ -55,11 +51,11 @@ class Proposer:
         first_positions ([B]): true positions of the first features to come. cache: a cache to continue, instead.
         gate: for DLoop, `gate(scores[R][S], active rows) -> [R]`: which rows draft another stage, given the summed
             log-probabilities of their stages so far.
-        estimate: `estimate(log_probs[A, Vd], before[A, k], k) -> [A]`: a confidence for drafters without the head, from the
+        estimate: `estimate(log_probs[A, Vd], before[A, k], k) -> [A]`: a confidence logit for drafters without the head, from the
             draft law and the log-probabilities of the drafts before; never from the draft it judges.
     """
 
-    PATIENCE = 64  # plain steps to wait with, which bounds the memory they take
+    PATIENCE = 64  # tokens to wait with, which bounds the memory they take
 
     def __init__(
         self,
@@ -73,7 +69,7 @@ class Proposer:
         self.drafter, self.speculation, self.gate, self.estimate = drafter, speculation, gate, estimate
         self._cache = drafter.new_cache(first_positions) if cache is None else cache
         self._seed: torch.Tensor | None = None
-        self._waiting: list[tuple] = []  # features and next tokens of plain steps: what isn't drafted from needn't be read yet
+        self._waiting: list[tuple] = []  # features and next tokens: what isn't drafted from needn't be read yet
         trained, wanted = drafter.config.max_block, speculation.num_draft_tokens
         longest = trained if drafter.config.fixed_block else wanted
         self.block = trained if wanted is None else min(wanted, longest)
@@ -91,23 +87,28 @@ class Proposer:
 
     # ------------------------------------------------------------------ committed tokens
 
-    def observe(self, features: torch.Tensor, next_tokens: torch.Tensor, valid: torch.Tensor) -> None:
-        """Extend the drafter's context: features [A, T, m*D] of the tokens fed, the token after each [A, T], which count."""
-        if features.shape[1] == 1 and valid.all():
+    def observe(self, features: torch.Tensor, next_tokens: torch.Tensor, counts: torch.Tensor) -> None:
+        """Extend the drafter's context: of the features [A, T, m*D] of the tokens fed, and of the token after each [A, T], the
+        first `counts` [A] (on the host)."""
+        low, high = (int(x) for x in torch.aminmax(counts))
+        features, next_tokens = features[:, :high], next_tokens[:, :high]
+        if low == high:
             self._waiting.append((features, next_tokens))
-            if len(self._waiting) < self.PATIENCE:
-                return
-            self._catch_up()
+            if sum(f.shape[1] for f, _ in self._waiting) >= self.PATIENCE:
+                self._catch_up()
         else:
             self._catch_up()
-            self._seed = self.drafter.extend(self._cache, features, next_tokens, valid)
+            self._extend(features, next_tokens, counts)
+
+    def _extend(self, features, next_tokens, counts) -> None:
+        valid = torch.arange(features.shape[1]) < counts[:, None]
+        self._seed = self.drafter.extend(self._cache, features, next_tokens, valid)
 
     def _catch_up(self) -> None:
         if self._waiting:
             features, next_tokens = (torch.cat(part, 1) for part in zip(*self._waiting))
             self._waiting.clear()
-            every = torch.ones(next_tokens.shape, dtype=torch.bool)
-            self._seed = self.drafter.extend(self._cache, features, next_tokens, every)
+            self._extend(features, next_tokens, torch.full(next_tokens.shape[:1], next_tokens.shape[1]))
 
     @property
     def cache(self):
@@ -121,11 +122,19 @@ class Proposer:
         self._catch_up()
         return self._seed
 
-    def select(self, rows: list[int]) -> None:
-        """Keep only these active rows."""
-        index = torch.tensor(rows, dtype=torch.long)
-        seed, self._cache = self.seed, self.cache.select(index)
-        self._seed = None if seed is None else seed[index.to(seed.device)]
+    def keep(self, order: list[int]) -> None:
+        """Let active row i be what row `order[i]` was, and the rest go."""
+        seed = self.seed
+        self.cache.keep(order)
+        if seed is not None:
+            self._seed = seed[torch.tensor(order, dtype=torch.long, device=seed.device)]
+
+    def append(self, other: "Proposer") -> None:
+        """Admit another proposer's rows below ours."""
+        mine, theirs = self.seed, other.seed
+        self.cache.append(other.cache)
+        if mine is not None:
+            self._seed = torch.cat([mine, theirs])
 
     # ------------------------------------------------------------------ drafting
 
@@ -133,145 +142,201 @@ class Proposer:
     def propose(self, context: Context) -> Draft:
         """Draft behind the committed tokens of `context`. The drafter's cache is afterwards as it was before."""
         if min(self.block, max(context.room, default=0)) <= 0:
-            rows, empty = len(context.rows), context.ids.new_zeros(len(context.rows), 0)
-            return Draft(empty, [0] * rows, None, empty.float(), None, [1] * rows, self.block)
+            return Draft.empty(len(context.room), context.ids.device, self.block, context.room)
         mark = self.cache.mark()
         try:
-            return replace(self._stages(context), room=context.room)
+            return self._stages(context)
         finally:
             self.cache.rollback(mark)
 
     def _stages(self, context: Context) -> Draft:
-        active = list(range(len(context.rows)))
-        anchors = context.ids[active, [n - 1 for n in context.lengths]]
+        active = list(range(len(context.room)))
         stage, cache = 1, self.cache
-        first = self._stage(context, active, cache, anchors, self.seed, None, 0)
-        parts, lengths, stages = [(active, first)], list(first.lengths), [1] * len(active)
-        latest, scores = first, [[] for _ in active]
-        while latest.state is not None and stage < self._max_stages():
-            able = [j for j, r in enumerate(active) if latest.whole[j] and context.room[r] > lengths[r]]
+        block = self._stage(context, active, cache, context.anchors, self.seed, None, [])
+        parts, lengths, stages = [(active, block)], list(block.lengths), [1] * len(active)
+        scores: list[list[float]] = [[] for _ in active]
+        while stage < self._max_stages() and block.state is not None:
+            able = [j for j, r in enumerate(active) if block.whole[j] and context.room[r] > lengths[r]]
             for j in able:
-                scores[active[j]].append(float(latest.log_q[j].sum()))
+                scores[active[j]].append(block.sums[j])
             passed = self.gate([scores[active[j]] for j in able], len(lengths)) if able else []
-            go = [j for j, yes in zip(able, passed) if yes]
-            if not go:
+            on = [j for j, yes in zip(able, passed) if yes]
+            if not on:
                 break
-            if len(go) < len(active):  # rows that stop leave a copy behind; pseudo-context never outlives the round
-                index = torch.tensor(go)
-                cache, latest.state = cache.select(index), latest.state.select(index.to(latest.state.pseudo.device))
-            active = [active[j] for j in go]
-            anchors = latest.tokens[go, -1]
-            latest = self._stage(context, active, cache, anchors, None, latest.state.pseudo, stage * self.block)
+            if len(on) < len(active):  # rows that stop leave a copy behind; pseudo-context never outlives the round
+                index = torch.tensor(on)
+                cache, block.state = cache.select(index), block.state.select(index.to(block.state.pseudo.device))
+            active = [active[j] for j in on]
+            anchors, before = block.tokens[on, -1], self._before(parts, active)
+            block = self._stage(context, active, cache, anchors, None, block.state.pseudo, before)
             for j, r in enumerate(active):
-                lengths[r] += latest.lengths[j]
+                lengths[r] += block.lengths[j]
                 stages[r] += 1
-            parts.append((active, latest))
+            parts.append((active, block))
             stage += 1
-        return self._join(parts, lengths, stages)
+        return self._join(context, parts, lengths, stages)
 
     def _max_stages(self) -> int:
         return self.speculation.max_draft_stages if self.gate is not None else 1
 
-    def _stage(self, context, active, cache, anchors, seed, pseudo, offset) -> "_Block":
-        """One block for rows `active`; `offset` drafts lie before it."""
-        room = [context.room[r] - offset for r in active]
+    @staticmethod
+    def _before(parts, active) -> list[torch.Tensor]:
+        """The drafts [R] of the rows `active`, position by position, of all stages so far."""
+        columns = []
+        for rows, block in parts:
+            places = {r: j for j, r in enumerate(rows)}
+            columns += block.tokens[[places[r] for r in active]].unbind(1)
+        return columns
+
+    def _stage(self, context, active, cache, anchors, seed, pseudo, before) -> "_Block":
+        """One block for rows `active`; `before` are the drafts [R] of earlier stages."""
+        room = [max(context.room[r] - len(before), 0) for r in active]
         steps = min(self.block, max(room))
         state, prev = self.drafter.start(cache, anchors, seed, pseudo, steps), anchors
-        tokens, qs, log_qs, confidences = [], [], [], []
+        tokens, qs, log_qs, confidences = list(before), [], [], []
+        sampling = self._sampling_of(context, active)
         for k in range(steps):
             logits, confidence, state = self.drafter.step(cache, state, prev)
             log_probs = logits.log_softmax(-1)
-            confidence = self._confidence(confidence, log_probs, log_qs, k)
-            prev, q, log_q = self._choose(context, active, offset + k, logits, log_probs)
-            for kept, new in ((tokens, prev), (qs, q), (log_qs, log_q), (confidences, confidence)):
-                kept.append(new)
+            confidences.append(self._confidence(confidence, log_probs, log_qs, k))
+            prev, q, log_q = self._choose(context, active, sampling, tokens, logits, log_probs)
+            tokens.append(prev)
+            qs.append(q)
+            log_qs.append(log_q)
             # A block is paid for as a whole; a recursive drafter spends a forward per draft, which is worth a look.
-            if not self.drafter.config.fixed_block and max(self._cut(tokens, confidences, room, context.stop_ids)[0]) <= k:
-                break
-        lengths, ended = self._cut(tokens, confidences, room, context.stop_ids)
+            if self.drafter.config.recursive and self.speculation.confidence_threshold > 0:
+                cut = self._cut(torch.stack(tokens[len(before) :], 1), confidences, room, sampling)
+                if int(cut.max()) <= k:
+                    break
+        return self._block(tokens[len(before) :], qs, log_qs, confidences, room, sampling, state)
+
+    def _block(self, tokens, qs, log_qs, confidences, room, sampling, state) -> "_Block":
+        """The steps side by side, and what the host must know of them, in one copy."""
+        tokens, log_q = torch.stack(tokens, 1), torch.stack(log_qs, 1)
+        lengths = self._cut(tokens, confidences, room, sampling)
+        ended = _stops(tokens, sampling).any(1)
+        facts = [lengths.double(), ended.double()]
+        if self.gate is not None:
+            facts.append(log_q.double().sum(1))
+        lengths, ended, *sums = torch.stack(facts).tolist()
+        lengths = [int(n) for n in lengths]
         whole = [n == self.block and not end for n, end in zip(lengths, ended)]
         q = None if qs[0] is None else torch.stack(qs, 1)
-        conf = None if confidences[0] is None else torch.stack(confidences, 1)
-        return _Block(torch.stack(tokens, 1), lengths, q, torch.stack(log_qs, 1), conf, whole, state)
+        confidence = None if confidences[0] is None else torch.stack(confidences, 1)
+        return _Block(tokens, lengths, q, log_q, confidence, whole, sums[0] if sums else [], state)
 
-    def _cut(self, tokens, confidences, room, stop_ids) -> tuple[list[int], list[bool]]:
-        """Drafts to verify of each row so far, and whether a stop token is the last of them.
+    def _cut(self, tokens, confidences, room, sampling) -> torch.Tensor:
+        """Drafts [R] to verify of each row so far.
 
-        A draft goes from the first confidence below the threshold on, which looks at no draft it decides about; and nothing
-        is drafted behind a stop token, which itself stays.
+        A draft is cut off from the first confidence below the threshold on, which looks at no draft it decides about; and
+        nothing is drafted behind a stop token, which itself stays.
         """
-        lengths, ended = [min(len(tokens), max(n, 0)) for n in room], [False] * len(room)
-        if self.speculation.confidence_threshold > 0 and confidences[0] is not None:
-            sure = torch.stack(confidences, 1) >= self.speculation.confidence_threshold
-            lengths = [min(n, m) for n, m in zip(lengths, sure.long().cumprod(1).sum(1).tolist())]
-        if stop_ids:
-            for j, row in enumerate(torch.stack(tokens, 1).tolist()):
-                stop = next((k for k, token in enumerate(row[: lengths[j]]) if token in stop_ids), None)
-                if stop is not None:
-                    lengths[j], ended[j] = stop + 1, True
-        return lengths, ended
+        most = torch.tensor(room).clamp(max=tokens.shape[1]).to(tokens.device)
+        stops = _stops(tokens, sampling)
+        going = (stops.long().cumsum(1) - stops.long()) == 0
+        threshold = self.speculation.confidence_threshold
+        if threshold > 0 and confidences[0] is not None:
+            sure = torch.sigmoid(torch.stack(confidences, 1)) >= threshold
+            going = going & sure.to(going.device)
+        return torch.minimum(going.long().cumprod(1).sum(1), most)
 
     def _confidence(self, logit, log_probs, log_qs, k: int) -> torch.Tensor | None:
-        """Chance [A] that draft k is accepted if those before it are; known before draft k is."""
+        """Logit [A] of the chance that draft k is accepted if those before it are; known before draft k is."""
         if logit is not None:
             t = 1.0 if self.temperatures is None else self.temperatures[min(k, len(self.temperatures) - 1)]
-            return torch.sigmoid(logit / t)
+            return logit / t
         if self.estimate is None:
             return None
         before = torch.stack(log_qs, 1) if log_qs else log_probs.new_zeros(len(log_probs), 0)
         return self.estimate(log_probs, before, k)
 
-    def _choose(self, context: Context, active, k, logits, log_probs):
-        """Draft k of rows `active` from draft logits [A, Vd]: token [A], q [A, V] or None, log-probability [A]."""
-        drafter = self.drafter
-        if context.noise is None and context.scorer.empty:
-            draft_ids = logits.argmax(-1)
-            tokens, q = drafter.target_ids(draft_ids), None
-            chosen = log_probs.gather(-1, draft_ids[:, None])[:, 0]
-        else:
-            tokens, q, chosen = self._choose_scored(context, active, k, logits, log_probs)
-        tokens = tokens.to(context.ids.device)
-        # A row without room drafts along with the others, into the one column behind its room.
-        columns = [context.lengths[r] + min(k, context.room[r]) for r in active]
-        context.ids[active, columns] = tokens
-        return tokens, q, chosen
+    # ------------------------------------------------------------------ one draft
 
-    def _choose_scored(self, context, active, k, logits, log_probs):
+    @staticmethod
+    def _sampling_of(context, active) -> list[Sampling]:
+        """The context's sampling, its rows counted among `active`."""
+        if len(active) == len(context.room):
+            return context.sampling
+        place, out = {r: j for j, r in enumerate(active)}, []
+        for s in context.sampling:
+            mine = [i for i, r in enumerate(s.rows) if r in place]
+            if mine:
+                rows = [place[s.rows[i]] for i in mine]
+                noise = None if s.noise is None else s.noise.select(mine)
+                out.append(Sampling(rows, [s.places[i] for i in mine], s.scorer, noise, s.stop_ids, s.errors))
+        return out
+
+    def _choose(self, context, active, sampling, before, logits, log_probs):
+        """The next draft of rows `active` from draft logits [R, Vd]: tokens [R], q [R, V] or None, log-probabilities [R]."""
+        if all(s.noise is None and s.scorer.empty for s in sampling):
+            draft_ids = logits.argmax(-1)
+            tokens = self.drafter.target_ids(draft_ids).to(context.ids.device)
+            return tokens, None, log_probs.gather(-1, draft_ids[:, None])[:, 0]
         if hasattr(self.drafter, "d2t"):
             full = logits.new_full((len(active), self.drafter.config.vocab_size), -torch.inf)
             index = self.drafter.target_ids()
             logits, log_probs = full.index_copy(1, index, logits), full.index_copy(1, index, log_probs)
-        scores, live = logits.float(), list(range(len(active)))
-        if not context.scorer.prefix_free:
-            live = [j for j in live if not self._decided(context, active[j], k)]
-        if live:
-            prefixes = [context.ids[r : r + 1, : context.lengths[r] + k] for r in (active[j] for j in live)]
-            rows = [context.rows[active[j]] for j in live]
-            scores = scores.index_copy(
-                0, torch.tensor(live, device=scores.device), context.scorer.draft_scores(rows, prefixes, logits[live])
-            )
+        if len(sampling) == 1:
+            tokens, q = self._draw(context, active, sampling[0], before, logits)
+        else:
+            tokens, q = self._draw_all(context, active, sampling, before, logits)
+        chosen = log_probs.gather(-1, tokens.to(log_probs.device)[:, None])[:, 0]
+        return tokens.to(context.ids.device), q, chosen
+
+    def _draw_all(self, context, active, sampling, before, logits):
+        """As `_draw` for rows that draw in different ways: where some have a law, the others' drafts are sure."""
+        tokens, laws = logits.new_zeros(len(active), dtype=torch.long), {}
+        for s in sampling:
+            drawn, q = self._draw(context, active, s, [b[s.rows] for b in before], logits[s.rows])
+            tokens[s.rows] = drawn
+            if q is not None:
+                laws[tuple(s.rows)] = q
+        if not laws:
+            return tokens, None
+        q = torch.nn.functional.one_hot(tokens, logits.shape[-1]).float()
+        for rows, law in laws.items():
+            q[list(rows)] = law
+        return tokens, q
+
+    def _draw(self, context, active, s: Sampling, before, logits):
+        """Tokens [R] and q [R, V] or None of one sampling's rows, from logits [R, V] over the target's vocabulary."""
+        scores, k = logits.float(), len(before)
+        if not s.scorer.prefix_free:
+            live = self._undecided(context, active, s, before)
+            if live:
+                prefixes = [self._prefix(context, active[s.rows[i]], [b[i] for b in before]) for i in live]
+                try:
+                    scored = s.scorer.draft_scores([s.places[i] for i in live], prefixes, logits[live])
+                    scores = scores.index_copy(0, torch.tensor(live, device=scores.device), scored)
+                except Exception as error:
+                    s.errors.update((active[s.rows[i]], error) for i in live)
+        elif not s.scorer.empty:
+            scores = s.scorer.draft_scores(s.places, None, logits)
         hopeless = ~torch.isfinite(scores).any(-1, keepdim=True)  # nothing allowed is in the drafter's vocabulary
         scores = torch.where(hopeless, logits.float(), scores)
-        if context.noise is None:
-            tokens, q = scores.argmax(-1), None
-        elif self.speculation.verification == "match":
-            tokens, q = context.noise.sample(scores, active, k, "target"), None  # shared noise raises acceptance
-        else:
-            q = scores.softmax(-1)
-            tokens = context.noise.sample_mass(q, active, k, "draft")
-        return tokens, q, log_probs.gather(-1, tokens[:, None])[:, 0]
+        rows = list(range(len(s.rows)))
+        if s.noise is None:
+            return scores.argmax(-1), None
+        if self.speculation.verification == "match":
+            return s.noise.sample(scores, rows, k, "target"), None  # shared noise raises acceptance
+        q = scores.softmax(-1)
+        return s.noise.sample_mass(q, rows, k, "draft"), q
 
     @staticmethod
-    def _decided(context: Context, r: int, k: int) -> bool:
-        """Whether draft k of row `r` won't be verified, so that processors aren't asked about a prefix that can't be."""
-        drafted = context.ids[r, context.lengths[r] : context.lengths[r] + k]
-        return k >= context.room[r] or not context.stop_ids.isdisjoint(drafted.tolist())
+    def _prefix(context, r: int, drafted) -> torch.Tensor:
+        committed = context.ids[r, : context.lengths[r]]
+        return torch.cat([committed, torch.stack(drafted)])[None] if drafted else committed[None]
 
-    def _join(self, parts, lengths, stages) -> Draft:
+    @staticmethod
+    def _undecided(context, active, s: Sampling, before) -> list[int]:
+        """Rows of `s` whose next draft may be verified, so that processors aren't asked about a prefix that can't be."""
+        drafted = torch.stack(before, 1).tolist() if before else [[]] * len(s.rows)
+        room = [context.room[active[j]] for j in s.rows]
+        return [i for i, row in enumerate(drafted) if len(row) < room[i] and s.stop_ids.isdisjoint(row)]
+
+    def _join(self, context, parts, lengths, stages) -> Draft:
         """Lay the stages of each row side by side; a row without a later stage holds zeros there, beyond its length."""
         (rows, first), rest = parts[0], parts[1:]
-        if not rest:
-            return Draft(first.tokens, lengths, first.q, first.log_q, first.confidence, stages, self.block)
 
         def joined(name):
             columns = [getattr(first, name)]
@@ -282,9 +347,18 @@ class Proposer:
                 wide = value.new_zeros(len(rows), *value.shape[1:])
                 wide[active] = value
                 columns.append(wide)
-            return torch.cat(columns, 1)
+            return torch.cat(columns, 1) if rest else columns[0]
 
-        return Draft(joined("tokens"), lengths, joined("q"), joined("log_q"), joined("confidence"), stages, self.block)
+        return Draft(
+            tokens=joined("tokens"),
+            lengths=lengths,
+            q=joined("q"),
+            log_q=joined("log_q"),
+            confidence=joined("confidence"),
+            stages=stages,
+            block=self.block,
+            room=context.room,
+        )
 
 
 @dataclass
@@ -295,4 +369,20 @@ class _Block:
     log_q: torch.Tensor
     confidence: torch.Tensor | None
     whole: list[bool]
+    sums: list[float]
     state: object
+
+
+def _at(rows: list[int], count: int):
+    """An index for `rows` of `count`: a slice where they are all, which copies nothing."""
+    return slice(None) if len(rows) == count else rows
+
+
+def _stops(tokens: torch.Tensor, sampling: list[Sampling]) -> torch.Tensor:
+    """Which drafts [R, L] are stop tokens of their row."""
+    stops = torch.zeros_like(tokens, dtype=torch.bool)
+    for s in sampling:
+        if s.stop_ids:
+            rows = _at(s.rows, len(tokens))
+            stops[rows] = torch.isin(tokens[rows], torch.tensor(sorted(s.stop_ids), device=tokens.device))
+    return stops

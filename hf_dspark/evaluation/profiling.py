@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 from transformers import LogitsProcessorList
 
-from hf_dspark.decoding.policy import profile_path
+from hf_dspark.decoding.costs import profile_path
 from hf_dspark.decoding.target import FeatureTap, Target
-from hf_dspark.drafting.proposer import Context, Proposer
+from hf_dspark.drafting.proposer import Context, Proposer, Sampling
 from hf_dspark.modeling import SpeculationConfig
 from hf_dspark.scheduling.cost import CostTable, machine_key, profile
 from hf_dspark.verification.probabilities import Scorer
@@ -33,7 +33,7 @@ class _Bench:
         if drafter is not None:
             self.features = target.tap.features(drafter.device)
             self.proposer = Proposer(drafter, SpeculationConfig(), torch.zeros(rows, dtype=torch.long))
-            self.proposer.observe(self.features, ids[:, 1 : context + 1], torch.ones(rows, context, dtype=torch.bool))
+            self.proposer.observe(self.features, ids[:, 1 : context + 1], torch.full((rows,), context))
 
     def verify(self, width: int) -> None:
         tokens = self.ids[:, -1:].expand(-1, width)
@@ -42,9 +42,12 @@ class _Bench:
     def draft(self) -> None:
         """One stage, and the extension of the drafter's context that every round does."""
         room = [self.block] * self.rows
-        scorer = Scorer(LogitsProcessorList(), [0] * self.rows, list(self.ids))
+        scorer = Scorer(LogitsProcessorList(), list(self.ids), list(self.ids))
         lengths = [self.context + 1] * self.rows
-        self.proposer.propose(Context(list(range(self.rows)), self.ids, lengths, room, frozenset(), scorer, None))
+        rows = list(range(self.rows))
+        sampling = Sampling(rows, rows, scorer, None, frozenset())
+        anchors = self.ids[:, self.context]
+        self.proposer.propose(Context(rows, anchors, self.ids, lengths, room, [sampling]))
         cache, n = self.proposer.cache, min(self.block + 1, self.context)
         mark, every = cache.mark(), torch.ones(self.rows, n, dtype=torch.bool)
         self.proposer.drafter.extend(cache, self.features[:, :n], self.ids[:, 1 : n + 1], every)

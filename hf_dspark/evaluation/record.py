@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from hf_dspark.decoding.generate import listening
 from hf_dspark.scheduling.headless import step_features
 
 from .metrics import Round
@@ -64,39 +65,39 @@ class Recorder:
 
     def __call__(self, event) -> None:
         """Takes a `decoding.loop.Round`."""
-        draft, accepted = event.draft, event.verdict.accepted.tolist()
+        draft, accepted, seconds = event.draft, event.accepted, event.seconds
         confidence = self._logits(draft)
         features = self._features(draft) if self.steps else None
         for i, commit in enumerate(event.commits):
-            n = draft.lengths[i]
+            n = event.verified[i]
             self.rounds.append(
                 RoundLog(
-                    row=commit.row,
+                    row=commit.key,
                     drafted=n,
                     accepted=accepted[i],
                     emitted=len(commit.tokens),
                     stages=draft.stages[i],
-                    block=draft.stage_length,
+                    block=draft.block,
                     rows=len(event.commits),
-                    fed=1 + max(draft.lengths),
+                    fed=1 + max(event.verified),
                     log_q=draft.log_q[i, :n].tolist(),
                     confidence=None if confidence is None else confidence[i, :n].tolist(),
-                    draft_seconds=event.draft_seconds,
-                    verify_seconds=event.verify_seconds,
-                    overhead_seconds=event.overhead_seconds,
+                    draft_seconds=seconds.draft,
+                    verify_seconds=seconds.verify,
+                    overhead_seconds=seconds.overhead,
                     features=None if features is None else features[i, :n].tolist(),
                 )
             )
         self.steps.clear()
 
     def _logits(self, draft) -> torch.Tensor | None:
-        """Raw confidence logits [A, L]: the proposer's probabilities with their temperatures taken out again."""
+        """Raw confidence logits [A, L]: the proposer's with their temperatures taken out again."""
         if draft.confidence is None:
             return None
-        logits = torch.logit(draft.confidence.double(), eps=1e-9)
+        logits = draft.confidence.double()
         if self.temperatures is None:
             return logits
-        place = torch.arange(logits.shape[1]) % max(draft.stage_length, 1)
+        place = torch.arange(logits.shape[1]) % max(draft.block, 1)
         return logits * torch.tensor(self.temperatures)[place.clamp_max(len(self.temperatures) - 1)].to(logits)
 
     def _features(self, draft) -> torch.Tensor:
@@ -104,18 +105,17 @@ class Recorder:
 
 
 @contextmanager
-def record(drafter, features: bool = False) -> Iterator[Recorder]:
+def record(drafter, features: bool = False, policy=None) -> Iterator[Recorder]:
     """Record every round that `drafter` takes part in.
 
     `with record(drafter) as recorder: target.generate(..., assistant_model=drafter)`, then read `recorder.rounds`.
 
     Args:
         drafter: whatever is given to `generate`. features: also keep what an acceptance estimate without a confidence head may
-            look at; single-stage rounds only.
+            look at; single-stage rounds only. policy: decides in place of the drafter's own.
     """
-    config, before = drafter.config, getattr(drafter, "observer", None)
+    config = drafter.config
     recorder = Recorder(config.confidence_temperatures if config.confidence_head else None)
-    drafter.observer = recorder
     if features:
         step = drafter.step
 
@@ -126,9 +126,9 @@ def record(drafter, features: bool = False) -> Iterator[Recorder]:
 
         drafter.step = recorded
     try:
-        yield recorder
+        with listening(observer=recorder, policy=policy):
+            yield recorder
     finally:
-        drafter.observer = before
         if features:
             del drafter.step
 

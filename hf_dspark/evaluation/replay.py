@@ -15,7 +15,7 @@ from statistics import median
 
 import torch
 
-from hf_dspark.drafting.proposer import Draft
+from hf_dspark.drafting.draft import Draft
 from hf_dspark.scheduling import CostTable, LatencyCurve
 
 from .record import RoundLog
@@ -97,7 +97,7 @@ def replay_scheduler(
     Args:
         logs: per answer its rounds of one stage, nothing pruned (see `calibration.collect`).
         costs: the measured medians that time is counted in; the scheduler is told them as its measurements.
-        scheduler: has `begin`, `plan`, `prune` and `observe` as `decoding.policy.Policy`; see also [`FixedLength`].
+        scheduler: has `begin`, `plan`, `prune` and `observe` as `scheduling.policy.Policy`; see also [`FixedLength`].
         context: tokens in the cache of each. temperatures ([K]): of the confidences.
     """
     flat = [r for log in logs for r in log if r.drafted == r.block]
@@ -108,7 +108,7 @@ def replay_scheduler(
         scheduler.begin(rows, context)
         planned = min(scheduler.plan(), batch[0].block)
         draft = _draft(batch, planned, temperatures)
-        lengths = draft.lengths = scheduler.prune(draft)
+        lengths = scheduler.prune(draft)
         accepted = [min(r.accepted, n) for r, n in zip(batch, lengths)]
         fed = 1 + max(lengths)
         spent = costs.draft_seconds(rows, context) if planned else 0.0, costs.verify_seconds(rows * fed, rows, context)
@@ -122,11 +122,17 @@ def _draft(batch: Sequence[RoundLog], planned: int, temperatures) -> Draft:
     confidence = None
     if planned and batch[0].confidence is not None:
         logits = torch.tensor([r.confidence[:planned] for r in batch])
-        confidence = (logits / (1.0 if temperatures is None else torch.tensor(temperatures)[:planned])).sigmoid()
+        confidence = logits / (1.0 if temperatures is None else torch.tensor(temperatures)[:planned])
     log_q = torch.tensor([r.log_q[:planned] for r in batch])
     rows = len(batch)
     return Draft(
-        torch.zeros(rows, planned, dtype=torch.long), [planned] * rows, None, log_q, confidence, [1] * rows, batch[0].block
+        tokens=torch.zeros(rows, planned, dtype=torch.long),
+        lengths=[planned] * rows,
+        log_q=log_q,
+        confidence=confidence,
+        stages=[1] * rows,
+        block=batch[0].block,
+        room=[planned] * rows,
     )
 
 

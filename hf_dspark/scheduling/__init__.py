@@ -11,6 +11,7 @@ from .calibration import (
     prefix_predictions,
     reliability_bins,
 )
+from .copying import CopyExpectation
 from .cost import CostTable, LatencyCurve, OnlineCost, machine_key, profile
 from .gate import OnlineGate, break_even
 from .headless import (
@@ -26,6 +27,7 @@ from .throttle import AcceptanceHistory, DraftState, DraftThrottle, draft_length
 
 __all__ = [
     "AcceptanceHistory",
+    "CopyExpectation",
     "CostTable",
     "DraftState",
     "DraftThrottle",

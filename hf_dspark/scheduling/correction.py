@@ -5,6 +5,9 @@ import math
 import torch
 
 
+LIMIT = math.log(0.999 / 0.001)  # beyond it a head is as sure as it is taken to be
+
+
 class Correction:
     """What confidences turned out to be worth: a logistic fit of acceptance to their logits, with a slope, an intercept and one
     offset per position, updated draft by draft (an extended Kalman filter; the offsets are kept independent).
@@ -22,7 +25,7 @@ class Correction:
         self._own = [self.OFFSET] * len(self.offsets)
 
     def __call__(self, confidence: torch.Tensor) -> torch.Tensor:
-        """Corrected chances [A, L], float64, of `confidence` [A, L]."""
+        """Corrected chances [A, L], float64, of confidence logits `confidence` [A, L]."""
         last = len(self.offsets) - 1
         offsets = torch.tensor([self.offsets[min(k, last)] for k in range(confidence.shape[1])], dtype=torch.float64)
         return torch.sigmoid(self.slope * _logits(confidence) + self.intercept + offsets)
@@ -53,4 +56,4 @@ class Correction:
 
 
 def _logits(confidence: torch.Tensor) -> torch.Tensor:
-    return torch.logit(confidence.cpu().double(), eps=1e-3)
+    return confidence.detach().cpu().double().clamp(-LIMIT, LIMIT)

@@ -117,3 +117,11 @@ def survival_logits(model: dict, features: Tensor, start: int = 0) -> Tensor:
 def predict_confidence(model: dict, features: Tensor, start: int = 0) -> Tensor:
     """`survival_logits` as probabilities: the `confidence` the prefix rules take."""
     return survival_logits(model, features, start).sigmoid()
+
+
+def survival_estimate(drafter):
+    """`estimate(log_probs, before, k)`, logits, of a calibrated drafter without a confidence head (`config.survival_model`), or None."""
+    model = getattr(drafter.config, "survival_model", None)
+    if model is None or getattr(drafter.config, "confidence_head", False):
+        return None
+    return lambda log_probs, before, k: survival_logits(model, step_features(log_probs, before)[:, None], k)[:, 0]

@@ -153,11 +153,13 @@ class DraftThrottle:
         self.max_length, self.cost = max_length, cost
         self.history = AcceptanceHistory(max_length)
         self.state = DraftState(max_length)
+        self.measuring = False  # whether the latest plain step was taken for its time
         self._drafted, self._gap = 0, self.PLAIN_EVERY  # rounds since the last plain step, and to the next
 
     def next_length(self, rows: int = 1, context: float = 0) -> int:
         """Drafts per row for the coming round of `rows` rows; 0 is a plain step."""
-        if self.cost.plain_steps() < self.PLAIN_STEPS or self._drafted >= self._gap:
+        self.measuring = self.cost.plain_steps() < self.PLAIN_STEPS or self._drafted >= self._gap
+        if self.measuring:
             self._drafted = 0
             return 0
         waited, survival, seconds = self.state.wait, self.history.survival(), self._seconds(rows, context)

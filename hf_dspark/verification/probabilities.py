@@ -1,10 +1,16 @@
 """Logits to scores: the only place where a target's or drafter's logits meet the user's processors.
 
-Scores are float32, temperature and warpers included; a distribution is `softmax(scores)`. Processors run row by row on the
-row's own unpadded prefix, once per position, so they see exactly what batch-1 plain decoding would show them.
+Scores are float32, temperature and warpers included; a distribution is `softmax(scores)`. Transformers' own processors run row
+by row on the row's own unpadded prefix, so a padded row gets what it would get alone.
+
+The user's own processors are shown what plain generation shows them: the row's columns, pads included, and of accepted text
+only, every prefix once and in order. Where that can't be had (several rows, verification that asks about rejected drafts) they
+are refused, unless they declare `row_wise = True`: "I treat each row by its own tokens alone and keep no state between calls".
+Those are called row by row, about drafts too, any number of times.
 """
 
 import copy
+from collections.abc import Callable
 
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
@@ -105,8 +111,71 @@ def keyed_processors(generation_config, seed: int, prompt_length: int) -> Logits
     return LogitsProcessorList([*warpers, KeyedNoise(seed, prompt_length)])
 
 
-def for_row(processor: LogitsProcessor, row: int, pads: int, prompt: torch.Tensor, keep_min_length: bool) -> LogitsProcessor:
-    """The processor that batch-1 generation of this row's `prompt` [n] would have: lengths without its `pads`."""
+class AsShown:
+    """A processor of the user's own, shown the columns [T] of `generate`'s input in place of the row's `prompt` [n].
+
+    Args:
+        call: `call(ids, scores)`, ids [1, T + generated tokens].
+    """
+
+    def __init__(self, call: Callable, columns: torch.Tensor, prompt: torch.Tensor):
+        self.call, self.columns, self.length = call, columns[None], len(prompt)
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        new = input_ids[:, self.length :]
+        return self.call(torch.cat([self.columns.to(new.device), new], 1), scores)
+
+
+def users_own(processor):
+    """What of `processor` is the user's own code: itself, the function it asks, or None."""
+    if isinstance(processor, lp.PrefixConstrainedLogitsProcessor):
+        return processor._prefix_allowed_tokens_fn
+    return None if type(processor).__module__ == lp.__name__ or isinstance(processor, KeyedNoise) else processor
+
+
+def row_wise(own) -> bool:
+    """Whether the user declared that `own` treats each row by its own tokens alone and keeps no state between calls."""
+    return getattr(own, "row_wise", False) is True
+
+
+def check_own(processors, rows: int, lazy: bool) -> None:
+    """Refuse the user's own processors where they can't be shown what plain generation shows them.
+
+    Args:
+        processors: those of the call. rows (`int`): its rows. lazy (`bool`): whether only accepted text is asked about.
+
+    Raises:
+        ValueError: naming the processor, the declaration and the other way out.
+    """
+    for p in processors:
+        own = users_own(p)
+        if own is None or row_wise(own):
+            continue
+        name = getattr(own, "__name__", type(own).__name__)
+        declare = (
+            "If it treats each row by its own tokens alone and keeps no state between calls, declare that by row_wise = True "
+            "on its class (or function)"
+        )
+        if rows > 1 and own is p:
+            raise ValueError(
+                f"{name} is a logits processor of your own, given for {rows} rows: plain generation shows it all rows in one "
+                "call, and rows with drafts advance by different numbers of tokens. "
+                f"{declare}, or generate one row at a time."
+            )
+        if not lazy:
+            raise ValueError(
+                f"{name} is a logits processor or constraint of your own, and verification='block' and engine='stock' ask "
+                f"about drafts that are rejected afterwards, which plain generation never shows it. {declare}, or set "
+                "verification='ratio' or 'match' and engine='own'."
+            )
+
+
+def for_row(processor, row: int, columns: torch.Tensor, prompt: torch.Tensor, keep_min_length: bool):
+    """The processor that batch-1 generation of this row's `prompt` [n] would have: lengths without the pads that are among its
+    `columns` [T]. The user's own code is shown the columns."""
+    pads = len(columns) - len(prompt)
+    if users_own(processor) is processor:
+        return AsShown(processor, columns, prompt)
     name = type(processor).__name__
     attribute = LENGTHS.get(name)
     if attribute and pads and not (name == "MinLengthLogitsProcessor" and keep_min_length):
@@ -116,8 +185,9 @@ def for_row(processor: LogitsProcessor, row: int, pads: int, prompt: torch.Tenso
         processor = copy.copy(processor)
         processor.stream = row
     elif isinstance(processor, lp.PrefixConstrainedLogitsProcessor):
-        allowed, beams = processor._prefix_allowed_tokens_fn, processor._num_beams
-        processor = lp.PrefixConstrainedLogitsProcessor(lambda _, sent: allowed(row // beams, sent), 1)
+        allowed, number = processor._prefix_allowed_tokens_fn, row // processor._num_beams
+        numbered = lp.PrefixConstrainedLogitsProcessor(lambda _, sent: allowed(number, sent), 1)
+        processor = AsShown(numbered, columns, prompt)
     elif isinstance(processor, lp.EncoderRepetitionPenaltyLogitsProcessor):
         processor = copy.copy(processor)
         processor.encoder_input_ids = prompt[None]
@@ -137,24 +207,32 @@ class Scorer:
 
     Args:
         processors (`LogitsProcessorList`): as `generate` prepared them, for the padded batch.
-        pads (`list[int]`): pad columns of each output row.
+        columns (`list[torch.Tensor]`): each output row's columns [T] of the call's `input_ids`, pads included.
         prompts (`list[torch.Tensor]`): each row's prompt [n] without them.
         keep_min_length (`bool`): whether `min_length` counts real tokens (it was not made from `min_new_tokens`).
+        lazy (`bool`): whether the verifier asks about accepted text only, once and in order.
+
+    Raises:
+        ValueError: for processors that keep a state, and the user's own where they can't be shown what they expect.
     """
 
-    def __init__(self, processors, pads: list[int], prompts: list[torch.Tensor], keep_min_length: bool = False):
+    def __init__(self, processors, columns: list, prompts: list, keep_min_length: bool = False, lazy: bool = True):
         bad = [type(p).__name__ for p in processors if isinstance(p, STATEFUL)]
         if bad:
             raise ValueError(
                 f"{', '.join(bad)} keeps a state of its own between calls, and a rejected draft can't be taken back out of it: "
                 "call generate without assistant_model for this option (guidance_scale, watermarking), or drop the processor."
             )
+        check_own(processors, len(prompts), lazy)
+        own = [users_own(p) for p in processors]
         self.empty = len(processors) == 0
         self.prefix_free = all(type(p) in PREFIX_FREE for p in processors)
+        # Whether some must not be asked about text beyond the row's end, as plain generation never would.
+        self.own = any(o is not None and not row_wise(o) for o in own)
         self.shared = LogitsProcessorList(processors)
-        # The drafter may use any q, so custom processors (which may count their calls) are left out of drafting.
-        drafting = [p for p in processors if type(p).__module__ == lp.__name__ or isinstance(p, KeyedNoise)]
-        rows = [] if self.prefix_free else list(zip(range(len(pads)), pads, prompts, strict=True))
+        # The drafter may use any q, so what must see accepted text only is left out of drafting.
+        drafting = [p for p, o in zip(processors, own) if o is None or row_wise(o)]
+        rows = [] if self.prefix_free else list(zip(range(len(prompts)), columns, prompts, strict=True))
         self.target = [LogitsProcessorList(for_row(p, *row, keep_min_length) for p in processors) for row in rows]
         self.draft = [LogitsProcessorList(for_row(p, *row, keep_min_length) for p in drafting) for row in rows]
 
@@ -171,5 +249,5 @@ class Scorer:
         return self._apply(self.target, rows, prefixes, logits)
 
     def draft_scores(self, rows: list[int], prefixes, logits: torch.Tensor) -> torch.Tensor:
-        """As `target_scores` for the drafter's logits, without custom processors."""
+        """As `target_scores` for the drafter's logits, without the user's own processors that aren't `row_wise`."""
         return self._apply(self.draft, rows, prefixes, logits)

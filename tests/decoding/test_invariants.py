@@ -6,8 +6,9 @@ import torch
 from tiny import generated
 
 from hf_dspark import SpeculationConfig
+from hf_dspark.decoding.generate import listening
 from hf_dspark.decoding.loop import DecodeLoop
-from hf_dspark.decoding.policy import Policy
+from hf_dspark.scheduling.policy import Policy
 from hf_dspark.drafting.proposer import Proposer
 
 ACCEPT = [0, 3, 7, 1]
@@ -39,19 +40,21 @@ def close(stored, expected):
         torch.testing.assert_close(ours, theirs, atol=1e-10, rtol=1e-10)
 
 
-def check_row(loop, i):
-    slot, target, drafter = loop.slots[i], loop.target.model, loop.drafter
-    committed = loop.ids[i, : slot.n]
+def check_row(loop, batch, i):
+    target, drafter = loop.target.model, loop.drafter
+    n = batch.rows[i].n
+    committed = batch.ids[i, :n]
+    assert committed.tolist() == batch.rows[i].tokens and committed[-1] == batch.anchors[i]
     keys_values, features = fresh_pass(target, drafter, committed[:-1])
-    assert loop.cache.lengths[i] == slot.n - 1
-    for layer, expected in zip(loop.cache.layers, keys_values, strict=True):
-        stored = (layer.buffer.keys[i, :, : slot.n - 1], layer.buffer.values[i, :, : slot.n - 1])
+    assert batch.cache.lengths[i] == n - 1
+    for layer, expected in zip(batch.cache.layers, keys_values, strict=True):
+        stored = (layer.buffer.keys[i, :, : n - 1], layer.buffer.values[i, :, : n - 1])
         kept = expected[0].shape[1]  # a sliding layer of the fresh cache keeps only its window
-        close([x[:, slot.n - 1 - kept :] for x in stored], expected)
-    draft = loop.proposer.cache
-    assert draft.lengths[i] + draft.first[i] == drafter.expected_length(torch.tensor(slot.n))
+        close([x[:, n - 1 - kept :] for x in stored], expected)
+    draft = batch.proposer.cache
+    assert draft.lengths[i] + draft.first[i] == drafter.expected_length(torch.tensor(n))
     reference = drafter.new_cache(torch.zeros(1, dtype=torch.long))
-    drafter.extend(reference, features, committed[None, 1:], torch.ones(1, slot.n - 1, dtype=torch.bool))
+    drafter.extend(reference, features, committed[None, 1:], torch.ones(1, n - 1, dtype=torch.bool))
     for ours, theirs in zip(draft.layers, reference.layers, strict=True):
         count = int(draft.lengths[i])
         span = slice(int(draft.first[i]), int(draft.first[i]) + count)
@@ -63,12 +66,12 @@ def checks(monkeypatch):
     """Every row is checked after the prefill and after every round, ended rows included; counts the checks."""
     count, retire = [], DecodeLoop._retire
 
-    def checked(self, commits):
+    def checked(self, batch, commits):
         with torch.no_grad():
-            for i in range(len(self.slots)):
-                check_row(self, i)
-        count.append(len(self.slots))
-        return retire(self, commits)
+            for i in range(len(batch.rows)):
+                check_row(self, batch, i)
+        count.append(len(batch.rows))
+        return retire(self, batch, commits)
 
     monkeypatch.setattr(DecodeLoop, "_retire", checked)
     return count
@@ -170,7 +173,7 @@ class Scripted(Policy):
         return draft.lengths
 
 
-@pytest.mark.parametrize("patience, widths", [(64, [9, 5, 6, 2, 6]), (3, [9, 3, 2, 6, 2, 6])])
+@pytest.mark.parametrize("patience, widths", [(64, [8, 5, 3]), (3, [8, 3, 2, 3])])
 @pytest.mark.parametrize("drafter", ["block", "chain", "seven heads"])
 def test_a_drafter_reads_plain_steps_together_before_it_drafts(drafter, patience, widths, texts, monkeypatch):
     case, known = case_of("llama", texts)
@@ -178,9 +181,9 @@ def test_a_drafter_reads_plain_steps_together_before_it_drafts(drafter, patience
     extend = type(drafter).extend
     monkeypatch.setattr(type(drafter), "extend", lambda self, *a: read.append(a[1].shape[1]) or extend(self, *a))
     monkeypatch.setattr(Proposer, "PATIENCE", patience)
-    drafter.policy = Scripted([0, 0, 0, 0, 5, 0, 0, 5, *[0] * 20])
     call = dict(**case.padded(), assistant_model=drafter, do_sample=False, speculation=SpeculationConfig(scheduler="auto"))
-    out = case.target.generate(**call, max_new_tokens=NEW)
+    with listening(policy=Scripted([0, 0, 0, 0, 5, 0, 0, 5, *[0] * 20])):
+        out = case.target.generate(**call, max_new_tokens=NEW)
     assert generated(out, 9, [NEW] * 4) == [text[-NEW:] for text in known]
     assert read[: len(widths)] == widths
 
@@ -193,12 +196,15 @@ def test_rows_that_end_within_plain_steps_leave_what_waits_to_the_others(drafter
     end = new[0][6]  # the first row ends there at the latest, others elsewhere or not at all
     for patience in (1, 64):
         monkeypatch.setattr(Proposer, "PATIENCE", patience)
-        drafter.policy, drafts = Scripted([0, 5, *[0] * 9, 5, 5, *[0] * 30]), []
-        drafter.observer = lambda e, drafts=drafts: drafts.append((len(e.commits), e.draft.log_q, e.draft.tokens))
+        policy, drafts = Scripted([0, 5, *[0] * 9, 5, 5, *[0] * 30]), []
+
+        def observer(e, drafts=drafts):
+            drafts.append((len(e.commits), e.draft.log_q, e.draft.tokens))
+
         call = dict(**case.padded(), assistant_model=drafter, do_sample=False, eos_token_id=end, pad_token_id=0)
-        case.target.generate(**call, max_new_tokens=NEW, speculation=SpeculationConfig(scheduler="auto"))
+        with listening(observer, policy):
+            case.target.generate(**call, max_new_tokens=NEW, speculation=SpeculationConfig(scheduler="auto"))
         seen[patience] = drafts
-    del drafter.observer
     counts = [count for count, *_ in seen[1]]
     assert counts == [count for count, *_ in seen[64]] and counts[1] > counts[11] > 0
     for (_, log_q, tokens), (_, others, same) in zip(seen[1], seen[64], strict=True):

@@ -110,14 +110,14 @@ def test_both_engines_loop_alike(pair, seed=5):
 
 @pytest.mark.parametrize(("drafts", "gate"), [(None, -8.0), (2, -2.0)])
 def test_after_each_round_the_draft_cache_is_that_of_a_fresh_context(pair, monkeypatch, drafts, gate):
-    rounds, select = [], Proposer.select
+    rounds, keep = [], Proposer.keep
 
     def observe(self, features, tokens, valid, original=Proposer.observe):
         original(self, features, tokens, valid)
         rounds.append((self.cache.select(torch.arange(len(valid))), self.seed))
 
     monkeypatch.setattr(Proposer, "observe", observe)
-    monkeypatch.setattr(Proposer, "select", lambda self, rows: (rounds.append(rows), select(self, rows)))
+    monkeypatch.setattr(Proposer, "keep", lambda self, rows: (rounds.append(rows), keep(self, rows)))
     texts, stats = pair.looped(num_draft_tokens=drafts, loop_gate=gate)
     assert max(s for row in stats.draft_stages for s in row) > 1
     fresh = [Fresh(pair, torch.cat([p, torch.tensor(t)])) for p, t in zip(pair.prompts, texts)]

@@ -12,8 +12,9 @@ import torch
 from oracles_scheduling import Row, joint_law, plain_law, random_row
 
 from hf_dspark import DSparkConfig, SpeculationConfig
-from hf_dspark.decoding.policy import AutoGate, Policy, StaticGate
-from hf_dspark.drafting.proposer import Context, Draft, Proposer
+from hf_dspark.scheduling.policy import AutoGate, Policy, StaticGate
+from hf_dspark.drafting.draft import Draft
+from hf_dspark.drafting.proposer import Context, Proposer, Sampling
 from hf_dspark.modeling.draft_cache import DraftCache
 from hf_dspark.scheduling import CostTable, algorithm1
 from hf_dspark.verification import chain
@@ -72,6 +73,9 @@ class Script:
     def sample_mass(self, q, rows, k, domain):
         return torch.tensor([self.drafts[r][k] for r in rows])
 
+    def select(self, rows):
+        return Script([self.drafts[r] for r in rows])
+
     def draft_scores(self, rows, prefixes, logits):
         return logits.float()
 
@@ -81,7 +85,8 @@ def propose(rows, drafts, gate, block) -> Draft:
     speculation = SpeculationConfig(loop_gate=0.0, max_draft_stages=room // block)
     proposer = Proposer(Toy(rows, block), speculation, torch.zeros(R), DraftCache(0, torch.arange(R)), gate)
     script, ids = Script(drafts), torch.zeros(R, 2 + room, dtype=torch.long)
-    return proposer.propose(Context(list(range(R)), ids, [1] * R, [room] * R, frozenset(), script, script))
+    rows, sampling = list(range(R)), Sampling(list(range(R)), list(range(R)), script, script, frozenset())
+    return proposer.propose(Context(rows, ids[:, 0], ids, [1] * R, [room] * R, [sampling]))
 
 
 # ---------------------------------------------------------------------- every outcome of the real verifiers
@@ -129,8 +134,7 @@ def emitted_law(verify, row, draft, length):
         if verify is chain.verify_block and length:
             p = torch.cat([scores_at(i, [0]).exp() for i in range(length + 1)])
             noise.thresholds = chain.block_survival(p, q[0], tokens[0])[1].tolist()
-        laws = () if verify is chain.verify_match else (q,)
-        verdict = verify(scores_at, tokens, *laws, [length], noise)
+        verdict = verify(scores_at, tokens, q, [length], noise)
         text = (*draft[: int(verdict.accepted[0])], int(verdict.next_token[0]))
         law[text] = law.get(text, 0.0) + noise.weight
     return law
@@ -153,7 +157,7 @@ class StageAware(Policy):
 
     def prune(self, draft):
         curve = self.cost.curve(self.rows, self.context, stages=max(draft.stages), drafts=self.block)
-        return algorithm1(draft.confidence, curve, torch.tensor(draft.lengths), padded=True).tolist()
+        return algorithm1(draft.confidence.sigmoid(), curve, torch.tensor(draft.lengths), padded=True).tolist()
 
 
 class Withdrawing(Policy):

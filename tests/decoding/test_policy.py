@@ -7,6 +7,7 @@ import itertools
 import math
 import random
 import re
+from dataclasses import replace
 
 import golden
 import pytest
@@ -16,9 +17,11 @@ from tiny import generated, padded
 
 from hf_dspark import AutoDrafter, SpeculationConfig, keyed_processors
 from hf_dspark.decoding import loop
-from hf_dspark.decoding.policy import AutoGate, Policy, StaticGate, policy_for
-from hf_dspark.drafting.proposer import Draft
+from hf_dspark.decoding.costs import policy_for
+from hf_dspark.decoding.generate import listening
+from hf_dspark.drafting.draft import Draft
 from hf_dspark.scheduling.cost import CostTable
+from hf_dspark.scheduling.policy import AutoGate, Policy, StaticGate
 
 # ---------------------------------------------------------------------- simulated rounds
 
@@ -26,10 +29,18 @@ from hf_dspark.scheduling.cost import CostTable
 def draft_of(log_q, confidence=None, stages=1, block=None) -> Draft:
     """A round's draft from log q (and confidences) [A][L]."""
     log_q = torch.tensor(log_q)
-    confidence = None if confidence is None or not log_q.shape[1] else torch.tensor(confidence)
+    confidence = None if confidence is None or not log_q.shape[1] else torch.tensor(confidence).logit()
     rows, drafts = log_q.shape
     tokens = torch.zeros(rows, drafts, dtype=torch.long)
-    return Draft(tokens, [drafts] * rows, None, log_q, confidence, [stages] * rows, block or drafts)
+    return Draft(
+        tokens=tokens,
+        lengths=[drafts] * rows,
+        log_q=log_q,
+        confidence=confidence,
+        stages=[stages] * rows,
+        block=block or drafts,
+        room=[drafts] * rows,
+    )
 
 
 class Clock:
@@ -194,7 +205,7 @@ class Batch:
             policy.begin(self.rows, 100.0)
             planned = policy.plan()
             draft = draft_of([[-0.5] * planned] * self.rows, [c[:planned] for c in confidences], 1, self.block)
-            lengths = draft.lengths = policy.prune(draft)
+            lengths = policy.prune(draft)
             kept = [min(a, n) for a, n in zip(accepted, lengths)]
             spent = (self.draft if planned else 0.01), self.verify(1 + max(lengths))
             policy.observe(draft, lengths, kept, 1 + max(lengths), *map(clock, spent))
@@ -263,8 +274,8 @@ def test_what_a_draft_decides_itself_does_not_decide_whether_it_is_verified():
             policy.throttle.history.expect([[rng.random()] * 3] * 2)
         k, chances = case % 3, [[rng.random() for _ in range(6)] for _ in range(2)]
         long, short = draft_of([[-0.5] * 6] * 2, chances, 2, 3), draft_of([[-0.5] * 3] * 2, [c[:3] for c in chances], 1, 3)
-        short.lengths = [k + 1, k + 1]
-        long.room = short.room = [rng.randint(k + 1, 6), 6]
+        room = [rng.randint(k + 1, 6), 6]
+        long, short = replace(long, room=room), replace(short, lengths=[k + 1, k + 1], room=room)
         got = [policy.prune(draft)[1] > k for draft in (long, short)]
         assert got[0] == got[1]
         verified.append(got[0])
@@ -282,7 +293,7 @@ def test_an_unlucky_start_does_not_turn_drafting_off_for_ever(seed):
         drafted += planned > 0
         confidence = [[1 / (1 + math.exp(0.4 - rng.gauss(0, 0.4)))] * planned for _ in range(2)]
         draft = draft_of([[-0.5] * planned] * 2, confidence, 1, 5)
-        lengths = draft.lengths = policy.prune(draft)
+        lengths = policy.prune(draft)
         lucky = [([rng.random() < c for c in row] + [False]).index(False) * (drafted > 5) for row in confidence]
         accepted, fed = [min(a, n) for a, n in zip(lucky, lengths)], 1 + max(lengths)
         spent = 6.8 if planned else 0.01, KINKED.verify_seconds(2 * fed, 2)
@@ -299,7 +310,7 @@ def test_drafts_that_nobody_verifies_are_not_made_for_ever():
         policy.begin(1, 100.0)
         planned = policy.plan()
         draft = draft_of([[-0.5] * planned], [[0.01] * planned], 1, 5)
-        lengths = draft.lengths = policy.prune(draft)
+        lengths = policy.prune(draft)
         assert lengths == [0]
         policy.observe(draft, lengths, [0], 1, 8.0 if planned else 0.01, 50.0)
         drafted += planned > 0
@@ -315,13 +326,13 @@ class Cheap(Policy):
 
 def test_the_loop_gives_up_a_drafter_none_of_whose_drafts_it_verifies(llama):
     drafter = tiny.make_drafter(llama.target, block_size=5, confidence_head=True)
-    drafter.policy = Cheap(5, 1)
     with torch.no_grad():
         drafter.confidence.bias.fill_(-8.0)
     batch = dict(input_ids=llama.prompts[0][None], do_sample=False, eos_token_id=None, pad_token_id=0)
-    llama.target.generate(
-        **batch, max_new_tokens=100, assistant_model=drafter, speculation=SpeculationConfig(scheduler="auto")
-    )
+    with listening(policy=Cheap(5, 1)):
+        llama.target.generate(
+            **batch, max_new_tokens=100, assistant_model=drafter, speculation=SpeculationConfig(scheduler="auto")
+        )
     note = drafter.last_speculation.notes[0]
     assert sum(map(sum, drafter.last_speculation.draft_lengths)) == 0 and int(note.split(" of ")[0]) > 60
 
@@ -386,12 +397,12 @@ def test_whatever_is_decided_the_text_is_the_plain_one(auto, seed):
     plain = target.generate(**call)
     stages, lengths = set(), set()
     for turn in range(3):
-        drafter.policy = Erratic(turn, drafter.config.max_block, 3)
-        out = target.generate(**call, assistant_model=drafter, speculation=SpeculationConfig(**auto, max_draft_stages=3))
+        speculation = SpeculationConfig(**auto, max_draft_stages=3)
+        with listening(policy=Erratic(turn, drafter.config.max_block, 3)):
+            out = target.generate(**call, assistant_model=drafter, speculation=speculation)
         assert torch.equal(out, plain)
         stages |= set(itertools.chain(*drafter.last_speculation.draft_stages))
         lengths |= set(itertools.chain(*drafter.last_speculation.draft_lengths))
-    del drafter.policy
     assert len(lengths) > 3 and stages >= ({1, 2, 3} if "loop_gate" in auto else {1})
 
 
@@ -449,8 +460,6 @@ def test_each_drafter_target_and_block_length_has_a_policy_of_its_own(llama, fre
     assert shorter is not mine and shorter.block == 2
     longer = policy_for(drafter, llama.target, SpeculationConfig(scheduler="auto", num_draft_tokens=99))
     assert longer is mine and longer.block == drafter.config.max_block  # a block has no more
-    drafter.policy = Policy(5, 8)
-    assert policy_for(drafter, llama.target, knobs) is drafter.policy
 
 
 def test_a_policy_keeps_neither_drafter_nor_target_alive(fresh_target):

@@ -7,6 +7,8 @@ from tiny import generated
 from transformers import DynamicCache
 from transformers.cache_utils import CacheLayerMixin
 
+from hf_dspark.drafting.proposer import Proposer
+
 
 def subclasses(cls):
     return [cls, *(s for c in cls.__subclasses__() for s in subclasses(c))]
@@ -44,8 +46,9 @@ def test_drafts_are_rejected_on_both_sides_of_a_windows_edge(name, attention):
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
-def test_pads_on_the_left_change_neither_features_nor_positions(name):
+def test_pads_on_the_left_change_neither_features_nor_positions(name, monkeypatch):
     """A position read from the buffer and not from the mask makes padded rows garbage, first for the drafter."""
+    monkeypatch.setattr(Proposer, "PATIENCE", 1)
     case = tiny.load_case(name)
     prompt, length = case.prompts[2], len(case.prompts[2])
     batch = tiny.padded([prompt, torch.cat([prompt, prompt])[: length + 4]])
@@ -71,7 +74,8 @@ def test_pads_on_the_left_change_neither_features_nor_positions(name):
             at += gained
 
 
-def test_features_are_a_layers_output_before_the_final_norm_and_the_embedding_for_minus_one(llama):
+def test_features_are_a_layers_output_before_the_final_norm_and_the_embedding_for_minus_one(llama, monkeypatch):
+    monkeypatch.setattr(Proposer, "PATIENCE", 1)
     drafter = tiny.Scripted(lambda prefix, ahead: tiny.continuation(llama.texts, prefix), taps=[-1, 1, 0])
     llama.target.generate(llama.prompts[0][None], assistant_model=drafter, max_new_tokens=3, do_sample=False)
     states = llama.target(llama.prompts[0][None], output_hidden_states=True).hidden_states

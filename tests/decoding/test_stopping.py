@@ -7,6 +7,7 @@ import tiny
 import torch
 from tiny import generated
 from transformers import MaxTimeCriteria, StoppingCriteria, StoppingCriteriaList
+from transformers.generation import EosTokenCriteria, MaxLengthCriteria
 
 from hf_dspark import SpeculationConfig
 
@@ -77,6 +78,8 @@ class AtLength(StoppingCriteria):
 class OnToken(StoppingCriteria):
     """Fires while the last token is one of some; a check once per block would run past it."""
 
+    row_wise = True
+
     def __init__(self, tokens):
         self.tokens = torch.tensor(tokens)
 
@@ -108,6 +111,55 @@ def test_rows_of_a_batch_meet_criteria_on_their_own(llama, drafter):
         **llama.padded(), assistant_model=drafter, max_new_tokens=tiny.NEW, do_sample=False, stopping_criteria=criteria
     )
     assert generated(out, 9, map(len, expected)) == expected
+
+
+class Patience(StoppingCriteria):
+    """Counts its calls, and fires for all rows at the n-th."""
+
+    def __init__(self, calls):
+        self.left = calls
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.left -= 1
+        return torch.full((len(input_ids),), self.left <= 0)
+
+
+def test_a_criterion_that_counts_its_calls(llama, drafter):
+    for calls, stop in ((5, None), (30, 8), (9, 8)):
+        stops = dict(eos_token_id=None if stop is None else llama.new[0][stop], pad_token_id=tiny.PAD)
+        plain, ours = Patience(calls), Patience(calls)
+        expected = tiny.plain(llama.target, llama.prompts[0], max_new_tokens=tiny.NEW, stopping_criteria=[plain], **stops)
+        assert run(llama.target, llama.prompts[0], drafter, stopping_criteria=[ours], **stops) == expected
+        assert ours.left == plain.left
+
+
+def test_a_criterion_that_may_end_all_rows_together_is_refused_for_several(llama, drafter):
+    with pytest.raises(ValueError, match="Patience is a stopping criterion of your own, given for 4 rows.*row_wise = True"):
+        llama.target.generate(**llama.padded(), assistant_model=drafter, max_new_tokens=9, stopping_criteria=[Patience(5)])
+
+
+class Subclass(MaxLengthCriteria):
+    pass
+
+
+@pytest.mark.parametrize("length", [9, 11, 17, 30])
+@pytest.mark.parametrize("kind", [MaxLengthCriteria, Subclass])
+def test_a_length_criterion_of_the_users_own(llama, drafter, kind, length):
+    args = dict(stopping_criteria=[kind(length)], max_new_tokens=12)
+    expected = tiny.plain(llama.target, llama.prompts[0], **args)
+    assert len(expected) == max(length, 10) if kind is MaxLengthCriteria else min(max(length, 10), 21)
+    assert run(llama.target, llama.prompts[0], drafter, **args) == expected
+
+
+@pytest.mark.parametrize("own", [3, 9])
+@pytest.mark.parametrize("configured", [None, 6])
+def test_stop_tokens_of_the_users_own_replace_the_configured_ones(llama, drafter, own, configured):
+    new, pad = llama.new[0], tiny.PAD
+    args = dict(max_new_tokens=12, pad_token_id=pad, eos_token_id=None if configured is None else new[configured])
+    args["stopping_criteria"] = [EosTokenCriteria(new[own])]
+    expected = tiny.plain(llama.target, llama.prompts[0], **args)
+    assert expected == llama.texts[0][: 9 + new.index(new[own]) + 1]
+    assert run(llama.target, llama.prompts[0], drafter, **args) == expected
 
 
 class Unsure(StoppingCriteria):

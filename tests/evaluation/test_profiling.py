@@ -4,7 +4,7 @@ import pytest
 import tiny
 import torch
 
-from hf_dspark.decoding.policy import profile_path
+from hf_dspark.decoding.costs import profile_path
 from hf_dspark.evaluation import profiling
 from hf_dspark.evaluation.profiling import _Bench, cached_profile, profile_pair
 from hf_dspark.scheduling import CostTable

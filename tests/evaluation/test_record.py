@@ -7,6 +7,7 @@ import tiny
 import torch
 
 from hf_dspark import SpeculationConfig
+from hf_dspark.decoding.generate import _LISTENING
 from hf_dspark.evaluation import metrics
 from hf_dspark.evaluation.record import RoundLog, confidence_data, gate_data, record
 from hf_dspark.scheduling import draft_features
@@ -34,7 +35,7 @@ def test_the_log_holds_every_round_the_statistics_count(llama):
 def test_recording_leaves_nothing_behind(llama):
     drafter = tiny.make_drafter(llama.target)
     run(llama, drafter, features=True)
-    assert drafter.observer is None and "step" not in vars(drafter)
+    assert "step" not in vars(drafter) and _LISTENING.get() == (None, None)
 
 
 def test_raw_confidence_logits_are_logged_whatever_the_stored_temperatures(llama):

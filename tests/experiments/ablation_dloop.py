@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from hf_dspark import AutoDrafter, SpeculationConfig
-from hf_dspark.decoding.policy import Policy
+from hf_dspark.scheduling.policy import Policy
 from hf_dspark.embedded import load_smollm2
 from hf_dspark.evaluation import metrics
 from hf_dspark.evaluation.profiling import cached_profile
@@ -131,7 +131,7 @@ class Trial:
 
     def decode(self, drafter, loop_gate=None):
         """The rounds [prompts][rounds] of answering each prompt alone."""
-        drafter.policy, out = ModelledTime(self.block, self.costs), []
+        policy, out = ModelledTime(self.block, self.costs), []
         sampling = dict(do_sample=True, temperature=self.temperature, top_k=0) if self.temperature else dict(do_sample=False)
         for i, ids in enumerate(self.prompts):
             inputs = torch.tensor([ids])
@@ -139,7 +139,7 @@ class Trial:
             knobs = SpeculationConfig(
                 loop_gate=loop_gate, max_draft_stages=STAGES, num_draft_tokens=self.block, verification="match", seed=i
             )
-            with record(drafter) as recorder:
+            with record(drafter, policy=policy) as recorder:
                 self.target.generate(
                     inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=self.tokens, pad_token_id=0, **sampling,
                     assistant_model=drafter, speculation=knobs,

@@ -14,18 +14,18 @@ def rounds(count, true, told, seed=0, verified=3):
         accepted = 0
         while accepted < verified and rng.random() < torch.tensor(true(logits[accepted])).sigmoid():
             accepted += 1
-        yield torch.tensor([told(z) for z in logits]).sigmoid()[None], [verified], [accepted]
+        yield torch.tensor([told(z) for z in logits])[None], [verified], [accepted]
 
 
 def error(correction, true, told):
     z = torch.linspace(-2, 2, 9)
-    chances = correction(told(z).sigmoid()[:, None].repeat(1, 3))
+    chances = correction(told(z)[:, None].repeat(1, 3))
     return (chances - true(z).sigmoid()[:, None]).abs().mean().item()
 
 
 def test_before_any_draft_confidences_are_taken_at_their_word():
     confidence = torch.tensor([[0.2, 0.5, 0.9, 0.99]])
-    assert torch.allclose(Correction(2)(confidence), confidence.double())
+    assert torch.allclose(Correction(2)(confidence.logit()), confidence.double())
 
 
 @pytest.mark.parametrize("told", [lambda z: 0.4 * z + 1.5, lambda z: 2.5 * z, lambda z: z - 2.0])

@@ -3,8 +3,10 @@
 import pytest
 import torch
 from oracles import ToyModel, distance, round_law, text_law
+from traffic import counted
 
-from hf_dspark.verification import chain
+from hf_dspark.verification import chain, table
+from hf_dspark.verification.noise import Noise
 
 VERIFIERS = {"ratio": chain.verify_ratio, "block": chain.verify_block, "match": chain.verify_match}
 EXACT = 1e-12
@@ -125,8 +127,7 @@ def test_block_verification_accepts_at_least_as_much_as_ratio():
     for seed in range(20, 32):
         target, drafter = models(seed)
         gains.append(
-            round_law(chain.verify_block, target, drafter, fixed)[1]
-            - round_law(chain.verify_ratio, target, drafter, fixed)[1]
+            round_law(chain.verify_block, target, drafter, fixed)[1] - round_law(chain.verify_ratio, target, drafter, fixed)[1]
         )
     assert min(gains) > -EXACT
     assert max(gains) > 0.01
@@ -205,8 +206,6 @@ def test_rows_of_a_batch_are_judged_as_if_alone(verifier, one_hot):
         noise.rows = rows
         scores_at = lambda i, active: p[[rows[r] for r in active], i].log()  # noqa: E731
         drafts, of = (tokens[rows], None if one_hot else q[rows]), [lengths[r] for r in rows]
-        if verifier == "match":
-            return chain.verify_match(scores_at, drafts[0], of, noise)
         return VERIFIERS[verifier](scores_at, *drafts, of, noise)
 
     together = run(list(range(B)))
@@ -214,3 +213,132 @@ def test_rows_of_a_batch_are_judged_as_if_alone(verifier, one_hot):
         alone = run([r])
         assert (alone.accepted[0], alone.next_token[0]) == (together.accepted[r], together.next_token[r])
     assert set(together.accepted.tolist()) == set(range(L + 1))
+
+
+# ---------------------------------------------------------------------- dense forms
+
+
+def world(seed, rows=300, L=4, V=7, one_hot=False, dtype=torch.float32):
+    """Random scores [A, L+1, V], drafts, q and ragged lengths: some tokens are impossible, some drafts have no chance."""
+    g = torch.Generator().manual_seed(seed)
+    scores = 2 * torch.randn(rows, L + 1, V, generator=g, dtype=dtype)
+    scores[torch.rand(scores.shape, generator=g) < 0.2] = -torch.inf
+    scores[..., 0] = scores[..., 0].clamp_min(-1.0)
+    q = (scores[:, :L] + torch.randn(rows, L, V, generator=g)).softmax(-1)
+    q[torch.rand(rows, generator=g) < 0.3] = torch.tensor([0.5, 0.5, 0.0, 0.0, 0.0, 0.0, 0.0], dtype=dtype)
+    q[torch.rand(rows, generator=g) < 0.3] = scores[0, 0].softmax(-1)
+    tokens = torch.multinomial(q.reshape(-1, V), 1, generator=g).view(rows, L)
+    lengths = torch.randint(0, L + 1, (rows,), generator=g)
+    if one_hot:
+        q, scores = None, 3 * scores
+        tokens = torch.where(torch.rand(rows, L, generator=g) < 0.8, scores[:, :L].argmax(-1), tokens)
+    return scores, tokens, q, lengths
+
+
+def both(name, scores, tokens, q, lengths, noise):
+    """The verdict of the dense form, and of the lazy form, which may see a position only after all before it are accepted."""
+    asked = {r: 0 for r in range(len(lengths))}
+
+    def scores_at(i, rows):
+        for r in rows:
+            assert asked[r] == i <= lengths[r]
+            asked[r] += 1
+        return scores[rows, i]
+
+    verifier = table.VERIFIERS[name]
+    lazy = verifier.lazy(scores_at, tokens, q, lengths.tolist(), noise)
+    assert name == "block" or all(asked[r] <= a + 1 for r, a in enumerate(lazy.accepted.tolist()))
+    return verifier.dense(scores, tokens, q, lengths, noise), lazy
+
+
+def same(dense, lazy):
+    assert dense.accepted.equal(lazy.accepted)
+    if lazy.possible is None:
+        assert dense.possible is None and dense.next_token.equal(lazy.next_token)
+    else:
+        assert dense.possible.equal(lazy.possible)
+        assert dense.next_token[dense.possible].equal(lazy.next_token[lazy.possible])
+
+
+@pytest.mark.parametrize("one_hot", [False, True])
+@pytest.mark.parametrize("name", [*table.VERIFIERS, "greedy"])
+def test_dense_verdicts_equal_lazy_ones(name, one_hot):
+    for seed, dtype in enumerate((torch.float32, torch.float64, torch.float32)):
+        scores, tokens, q, lengths = world(seed, one_hot=one_hot, dtype=dtype)
+        noise = None if name == "greedy" else Noise(seed, list(range(300)), lengths * 5)
+        if name in ("greedy", "match"):
+            every = list(range(300))
+            drawn = [scores[:, i].argmax(-1) if noise is None else noise.sample(scores[:, i], every, i) for i in range(4)]
+            tokens = torch.where(torch.rand(300, 4) < 0.7, torch.stack(drawn, 1), tokens)
+        dense, lazy = both("match" if name == "greedy" else name, scores, tokens, q, lengths, noise)
+        same(dense, lazy)
+        assert set(dense.accepted.tolist()) == set(range(5))
+        assert (dense.accepted < lengths).sum() > 15
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3])
+@pytest.mark.parametrize("name", table.VERIFIERS)
+def test_dense_verdicts_without_drafts_or_rows(name, rows):
+    scores, tokens, q, lengths = world(1, rows=3)
+    noise = Noise(1, list(range(rows)), [0] * rows)
+    for L in (0, 2):
+        parts = scores[:rows, : L + 1], tokens[:rows], q[:rows], lengths[:rows].clamp_max(L)
+        same(*both(name, *parts, noise))
+
+
+@pytest.mark.parametrize("bad", [-torch.inf, torch.nan, torch.inf])
+@pytest.mark.parametrize("name", table.VERIFIERS)
+def test_a_row_is_impossible_where_its_accepted_text_leaves_nothing_to_draw(name, bad):
+    scores, tokens, q, lengths = world(2)
+    scores[torch.arange(300), torch.randint(0, 5, (300,), generator=torch.Generator().manual_seed(1))] = bad
+    noise = Noise(1, list(range(300)), [3] * 300)
+    dense, lazy = both(name, scores, tokens, q, lengths, noise)
+    same(dense, lazy)
+    able = scores.amax(-1).isfinite()[torch.arange(300), dense.accepted]
+    assert dense.possible.equal(able) and 50 < able.sum() < 250
+    for verdict in (dense, lazy):
+        with pytest.raises(ValueError, match="left no token possible") as error:
+            verdict.read()
+        assert error.value.rows == (~able).nonzero()[:, 0].tolist()
+    clean, others = world(2)[0], able.nonzero()[:, 0]
+    untouched = both(name, clean, tokens, q, lengths, noise)[0]
+    same_place = others[(scores[others] == clean[others]).flatten(1).all(1)]
+    assert dense.next_token[same_place].equal(untouched.next_token[same_place])
+
+
+def test_everything_forbidden_is_no_error_for_greedy_verdicts():
+    scores = torch.full((1, 1, 3), -torch.inf)
+    for verdict in both("match", scores, torch.zeros(1, 0, dtype=torch.long), None, torch.tensor([0]), None):
+        assert verdict.read() == ([0], [0])
+
+
+@pytest.mark.parametrize("name", [*table.VERIFIERS, "greedy"])
+def test_a_dense_verdict_takes_one_transfer(name):
+    scores, tokens, q, lengths = world(3, rows=20)
+    noise = None if name == "greedy" else Noise(3, list(range(20)), [0] * 20)
+    with counted() as seen:
+        verdict = table.VERIFIERS["match" if name == "greedy" else name].dense(scores, tokens, q, lengths, noise)
+    assert not seen
+    with counted() as seen:
+        accepted, following, drafts, length = verdict.read(tokens, lengths)
+    assert seen == ["tolist"]
+    assert accepted == verdict.accepted.tolist() and following == verdict.next_token.tolist()
+    assert drafts == tokens.tolist() and length == lengths.tolist()
+
+
+@pytest.mark.parametrize("name", table.VERIFIERS)
+def test_drafts_without_a_law_are_cut_by_it_alone(name):
+    scores, tokens, q, lengths = world(4)
+    clean = q.clone()
+    bad = torch.randint(0, 5, (300,), generator=torch.Generator().manual_seed(2))
+    for r, i in enumerate(bad.tolist()):
+        q[r, i : i + 1, r % 7] = [torch.nan, torch.inf][r % 2]
+    usable = chain.usable(q)
+    assert usable.equal(torch.arange(4) < bad[:, None])
+    with counted() as seen:
+        cut = lengths.minimum(chain.usable(q).sum(1))
+    assert not seen and cut.equal(lengths.minimum(bad))
+    noise = Noise(1, list(range(300)), [3] * 300)
+    dense, lazy = both(name, scores, tokens, q, cut, noise)
+    same(dense, lazy)
+    same(dense, both(name, scores, tokens, clean, cut, noise)[0])

@@ -7,8 +7,9 @@ import pytest
 import torch
 from oracles import chi_square
 
-from hf_dspark.verification import chain, noise
-from hf_dspark.verification.chain import Noise, verify_ratio
+from hf_dspark.verification import noise
+from hf_dspark.verification.chain import verify_ratio
+from hf_dspark.verification.noise import Noise
 
 MASK = (1 << 64) - 1
 
@@ -41,6 +42,49 @@ def test_values_of_this_version_stay():
 
 
 PINNED = [0.3491606068437151, 0.9071078609597051, 0.4697129356482229]
+
+
+def test_perturbed_scores_of_this_version_stay_to_the_bit():
+    scores = 9 * torch.randn(40, 50, generator=torch.Generator().manual_seed(1))
+    u = noise.uniforms(3, range(40), [5] * 40, "target", 50, "cpu")
+    expected = (scores.double() - scores.max(-1, keepdim=True).values - torch.log(-torch.log(u))).float()
+    assert noise.perturbed(scores, u).equal(expected)
+    assert noise.keyed_scores(scores, 3, range(40), [5] * 40, "target").equal(expected)
+
+
+@pytest.mark.parametrize("domain", noise.DOMAINS)
+def test_noise_of_a_round_has_the_values_of_the_hash(domain):
+    streams, indices = [4, 0, 9], [7, 0, 2]
+    lists, tensors = Noise(11, streams, indices), Noise(11, torch.tensor(streams), torch.tensor(indices), width=2)
+    rounds = None if domain == "target" else indices
+
+    def expected(rows, i):
+        return noise.uniforms(
+            11, [streams[r] for r in rows], [indices[r] + n for r, n in zip(rows, i)], domain, 5, "cpu",
+            rounds and [rounds[r] for r in rows],
+        )  # fmt: skip
+
+    for n in (lists, tensors):
+        for i in (0, 3, 40):  # beyond the width that keys were made for
+            assert n.uniforms(None, i, domain, 5, "cpu").equal(expected([0, 1, 2], [i] * 3))
+            assert n.uniforms([2, 0], i, domain, 5, "cpu").equal(expected([2, 0], [i] * 2))
+            assert n.uniforms(torch.tensor([1]), i, domain, 5, "cpu").equal(expected([1], [i]))
+        assert n.uniforms(None, torch.tensor([1, 0, 40]), domain, 5, "cpu").equal(expected([0, 1, 2], [1, 0, 40]))
+        several = n.uniforms([0, 2], torch.tensor([[1, 5]]), domain, 5, "cpu")
+        assert several[:, 0].equal(expected([0, 2], [1, 1])) and several[:, 1].equal(expected([0, 2], [5, 5]))
+
+
+def test_devices_without_float64_get_fewer_bits_of_the_same_hash(monkeypatch):
+    exact = noise.uniforms(1, range(400), [0] * 400, "draft", 50, "cpu")
+    monkeypatch.setattr(noise, "real_dtype", lambda device: torch.float32)
+    short = noise.uniforms(1, range(400), [0] * 400, "draft", 50, "cpu")
+    assert short.dtype == torch.float32 and (short - exact).abs().max() <= 2.0**-23
+    assert 0 < short.min() and short.max() < 1
+    largest = (torch.tensor((1 << 23) - 1).float() + 0.5) * 2.0**-23
+    assert largest < 1 and (torch.tensor((1 << 24) - 1).float() + 0.5) * 2.0**-24 == 1
+    n = Noise(1, list(range(400)), [0] * 400)
+    assert n.sample(torch.zeros(400, 5), None, 0).max() == 4
+    assert n.sample_mass(torch.ones(400, 5), None, 0, "residual").unique().tolist() == [0, 1, 2, 3, 4]
 
 
 def test_uniforms_are_uniform_and_keys_independent():
@@ -98,8 +142,7 @@ def test_a_length_rule_on_lost_drafts_stays_exact():
 
 
 def test_it_would_not_if_a_draft_met_its_old_noise(monkeypatch):
-    old = chain.Noise._at
-    monkeypatch.setattr(chain.Noise, "_at", lambda self, *args: {**old(self, *args), "rounds": None})
+    monkeypatch.setattr(noise.Noise, "_rounds", lambda self, start, domains: 0 * domains)
     assert second_token_of_rows_that_lost_a_draft() > 3.7
 
 

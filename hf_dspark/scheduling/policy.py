@@ -4,21 +4,19 @@ Decisions use past rounds, measured seconds, and confidences of earlier drafts o
 on timings, so under `ratio` and `block` the tokens (not their distribution) differ from run to run.
 """
 
-import os
+import math
 from collections import Counter, deque
-from pathlib import Path
 from statistics import median
-from weakref import WeakKeyDictionary
 
 import torch
 
-from hf_dspark.drafting.proposer import Draft
-from hf_dspark.scheduling.correction import Correction
-from hf_dspark.scheduling.cost import GENERIC, CostTable, LatencyCurve, OnlineCost, machine_key
-from hf_dspark.scheduling.gate import OnlineGate
-from hf_dspark.scheduling.headless import predict_confidence, step_features
-from hf_dspark.scheduling.prefix import lookahead
-from hf_dspark.scheduling.throttle import DraftThrottle
+from .choice import choose
+from .copying import CopyExpectation
+from .correction import Correction
+from .cost import GENERIC, CostTable, LatencyCurve, OnlineCost
+from .gate import OnlineGate
+from .prefix import lookahead
+from .throttle import DraftThrottle
 
 
 class StaticGate:
@@ -71,45 +69,123 @@ class Policy:
         self.throttle = DraftThrottle(block, self.cost)
         self.gate = OnlineGate(max_stages)
         self.correction = Correction(block * max_stages)
-        self.recursive, self.confident = recursive, False
-        self._told: list[list[float]] | None = None  # corrected chances of this round's drafts
+        self.copying = {source: CopyExpectation() for source in ("copy", "memory")}
+        self.recursive, self.confident, self.measuring = recursive, False, False
+        self._chances: list[list[float]] | None = None  # corrected chances of this round's drafts
         self.rounds = self.plain_rounds = self.looped_rounds = 0
         self.rows, self.context = 1, 0.0
         self._plain: Counter[int] = Counter()  # plain steps by number of rows
         self._reached, self._accepted = [0.0] * max_stages, [0.0] * max_stages  # by stage: how often, drafts of it accepted
         self._seconds = self._tokens = self._savings = 0.0
+        self._tree_accepted = self._tree_expected = 0.0
+        self._shapes = {"chain": (0.0, 0.0, 0), "tree": (0.0, 0.0, 0)}  # faded tokens and modelled seconds, and rounds
         self._single, self._further = 0, deque(maxlen=32)  # times of later stages, in first ones
 
     def begin(self, rows: int, context: float) -> None:
         """A round of `rows` active rows with `context` tokens on average."""
-        self.rows, self.context, self._told = rows, context, None
+        self.rows, self.context, self._chances = rows, context, None
         self.rounds += 1
 
     # ------------------------------------------------------------------ decisions
 
+    def choose(self, copies: list[tuple], scheduled: bool) -> tuple[list[int], int]:
+        """How much of each row's copy is verified, and how many drafts the other rows get.
+
+        Args:
+            copies: per row what could be copied, with its source; see `drafting.copies.offers`.
+            scheduled: whether the drafter's part is decided here too, see [`plan`].
+
+        Returns:
+            tokens of each row's copy [A], 0 where it doesn't copy, and drafts per row of the others.
+        """
+        chances = [self.copying[source].expected(copy.match, len(copy.tokens)) for copy, source in copies]
+        if not any(chances):
+            return [0] * len(copies), self.plan() if scheduled else self.block
+        curve = self.cost.curve(self.rows, self.context, stages=0).isotonic()
+        draft_seconds = self.cost.draft_seconds(self.rows, self.context, self.block) if self.block else 0.0
+
+        def best(drafts, optional):
+            return choose(chances, drafts, lambda width: curve(self.rows * width), draft_seconds, optional)
+
+        choice = best(self.throttle.history.survival(), scheduled)
+        if all(choice.copies):
+            return choice.copies, 0
+        planned = self.plan() if scheduled else self.block
+        if planned:
+            return choice.copies if choice.drafts else best(self.throttle.history.survival(), False).copies, planned
+        return [0] * len(copies) if self.measuring else best([], True).copies, 0
+
     def plan(self) -> int:
         """Drafts per row for the coming round; 0 is a plain step."""
         near = sum(n for rows, n in self._plain.items() if rows <= 1.5 * self.rows and self.rows <= 1.5 * rows)
-        planned = self.throttle.next_length(self.rows, self.context) if near >= self.PLAIN_STEPS else 0
+        self.measuring = near < self.PLAIN_STEPS
+        planned = 0 if self.measuring else self.throttle.next_length(self.rows, self.context)
+        self.measuring |= self.throttle.measuring
         if planned and self.confident and not self.recursive:
             planned = self.block  # a block is paid for as a whole, and confidences tell rounds apart
         self.plain_rounds += planned == 0
         return planned
 
-    def prune(self, draft: Draft) -> list[int]:
+    def prune(self, draft) -> list[int]:
         """Drafts to verify of each row, [A], by [`lookahead`] over its confidences, corrected by what became of earlier ones: a
         head that is sure of too much wastes verifications, one that doubts too much throws drafts away, and neither would ever
-        show. The draft's own time is spent by now and does not count."""
-        if draft.confidence is None or not draft.tokens.shape[1]:
+        show. The draft's own time is spent by now and does not count. Copies were settled before, and stay."""
+        mine = _drafted(draft)
+        if draft.confidence is None or not mine:
             return draft.lengths
         self.confident = True
-        chances, past = self.correction(draft.confidence), self.throttle.history.conditional()
+        offered, past = [draft.lengths[i] for i in mine], self.throttle.history.conditional()
+        chances = self.correction(draft.confidence[mine])
         past = (past + past[-1:] * draft.tokens.shape[1])[: -(-draft.tokens.shape[1] // self.block) * self.block]
-        self._told = [row[:n] or [0.0] for row, n in zip(chances.tolist(), draft.lengths)]  # nothing offered gains nothing
+        self._chances = [row[:n] or [0.0] for row, n in zip(chances.tolist(), offered)]  # nothing offered gains nothing
         curve = self.cost.curve(self.rows, self.context, stages=0).isotonic()
-        rate, offered = self.throttle.rate(self.rows, self.context), torch.tensor(draft.lengths)
-        length = lookahead(chances, past, curve, rate, offered, draft.room, self.block)
-        return [min(n, length) for n in draft.lengths]
+        copied = max((n for n, source in zip(draft.lengths, draft.sources) if source != "drafter"), default=0)
+
+        def latency(tokens):  # the forward is as wide as its longest row
+            return curve(self.rows * max(tokens / len(mine), 1 + copied))
+
+        rate, room = self.throttle.rate(self.rows, self.context), [draft.room[i] for i in mine]
+        length = lookahead(chances, past, latency, rate, torch.tensor(offered), room, self.block)
+        pruned = list(draft.lengths)
+        for i in mine:
+            pruned[i] = min(pruned[i], length)
+        return pruned
+
+    def tree_size(self, trees: list) -> int:
+        """Nodes of each row's tree worth verifying, from the drafter's own probabilities of the paths, corrected by how many were
+        accepted before. With children drawn from laws it is asked before they are drawn."""
+        chances = [sorted(tree.scores.exp().tolist(), reverse=True) for tree in trees]
+        curve = self.cost.curve(self.rows, self.context, stages=0).isotonic()
+        draft, tokens = self.cost.draft_seconds(self.rows, self.context, self.block), float(self.rows)
+        best, size = tokens / (draft + curve(self.rows)), 0
+        for m in range(max(map(len, chances), default=0)):
+            tokens += self.tree_worth() * sum(row[m] for row in chances if m < len(row))
+            rate = tokens / (draft + curve(self.rows * (2 + m)))
+            if rate > best:
+                best, size = rate, m + 1
+        return size
+
+    def tree_worth(self) -> float:
+        """Accepted drafts of trees over those expected, 1 before any tree."""
+        return (self._tree_accepted + 2.0) / (self._tree_expected + 2.0)
+
+    def use_tree(self) -> bool:
+        """Whether the coming round is a tree and not a chain: what gave more tokens per second, and now and then the other."""
+        rates = {shape: tokens / seconds if seconds else math.inf for shape, (tokens, seconds, _) in self._shapes.items()}
+        counts = {shape: count for shape, (_, _, count) in self._shapes.items()}
+        fewest = min(counts, key=counts.get)
+        if counts[fewest] < 4 or self.rounds % 64 == 0:
+            return fewest == "tree"
+        return rates["tree"] > rates["chain"]
+
+    def _observe_shape(self, draft, accepted: list[int], seconds: float) -> None:
+        tree = draft.parents is not None
+        if tree:
+            self._tree_accepted = self.FADE * self._tree_accepted + sum(accepted)
+            self._tree_expected = self.FADE * self._tree_expected + sum(draft.expected)
+        shape = "tree" if tree else "chain"
+        tokens, time, count = self._shapes[shape]
+        self._shapes[shape] = 0.95 * tokens + sum(accepted) + len(accepted), 0.95 * time + seconds, count + 1
 
     def another_stage(self, scores: list[list[float]]) -> bool:
         """Whether rows with these stage `scores` [R][S] draft one more, see [`AutoGate`].
@@ -166,21 +242,31 @@ class Policy:
 
     # ------------------------------------------------------------------ measurements
 
-    def observe(self, draft: Draft, verified: list[int], accepted: list[int], fed: int, draft_seconds, verify_seconds) -> None:
+    def observe(self, draft, verified: list[int], accepted: list[int], fed: int, draft_seconds, verify_seconds) -> None:
         """Learn from a round: `verified`, `accepted` [A] drafts; the target was fed `fed` tokens per row."""
-        drafted, stages = draft.tokens.shape[1], max(draft.stages, default=1)
         self.cost.record_verify(verify_seconds, self.rows * fed, self.rows, self.context)
-        if not drafted:
-            self._plain[self.rows] += 1
+        mine, stages = _drafted(draft), max(draft.stages, default=1)
+        drafted = draft.parents is not None or bool(mine)
+        spent = self.cost.draft_seconds(self.rows, self.context, self.block) if drafted else 0.0
+        self._observe_shape(draft, accepted, spent + self.cost.verify_seconds(self.rows * fed, self.rows, self.context))
+        if draft.parents is not None:
+            return self._observe_draft_time(draft_seconds, stages, self.block)
+        for source, match, n, a in zip(draft.sources, draft.matches, verified, accepted):
+            if match:
+                self.copying[source].observe(match, n, a)
+        if not mine:
+            self._plain[self.rows] += fed == 1
         else:
-            self._observe_draft_time(draft_seconds, stages, min(drafted, self.block))
+            ours, hits = [verified[i] for i in mine], [accepted[i] for i in mine]
+            drafted = min(draft.tokens.shape[1], self.block)
+            self._observe_draft_time(draft_seconds, stages, drafted)
             self.looped_rounds += stages > 1
-            if self._told is not None:
-                self.correction.observe(draft.confidence, verified, accepted)
-                self.throttle.history.expect(self._told)
+            if self._chances is not None:
+                self.correction.observe(draft.confidence[mine], ours, hits)
+                self.throttle.history.expect(self._chances)
             else:
-                self.throttle.observe(accepted, verified)
-        if self.loops:
+                self.throttle.observe(hits, ours)
+        if self.loops and len(mine) == len(verified):
             self._observe_stages(draft, verified, accepted, stages, fed)
 
     def _observe_draft_time(self, seconds: float, stages: int, drafts: int) -> None:
@@ -230,46 +316,12 @@ class Policy:
         return text
 
 
-def stage_scores(draft: Draft, block: int) -> torch.Tensor | None:
+def stage_scores(draft, block: int) -> torch.Tensor | None:
     """Summed log-probability [A, S] of every whole stage, None without one."""
     whole = draft.log_q.shape[1] // block if block else 0
     return draft.log_q[:, : whole * block].unflatten(1, (whole, block)).sum(-1) if whole else None
 
 
-def survival_estimate(drafter):
-    """`estimate(log_probs, before, k)` of a calibrated drafter without a confidence head (`config.survival_model`), or None."""
-    model = getattr(drafter.config, "survival_model", None)
-    if model is None or getattr(drafter.config, "confidence_head", False):
-        return None
-    return lambda log_probs, before, k: predict_confidence(model, step_features(log_probs, before)[:, None], k)[:, 0]
-
-
-_POLICIES: WeakKeyDictionary = WeakKeyDictionary()
-
-
-def policy_for(drafter, target, speculation) -> Policy:
-    """The drafter's policy on this target, made on first use; `drafter.policy`, where one is set, stands in for it."""
-    given = getattr(drafter, "policy", None)
-    if given is not None:
-        return given
-    recursive, asked = drafter.config.recursive, speculation.num_draft_tokens
-    longest = drafter.config.max_block
-    block = longest if asked is None else min(asked, longest) if drafter.config.fixed_block else asked
-    policies = _POLICIES.setdefault(drafter, WeakKeyDictionary()).setdefault(target, {})
-    key = block, str(target.dtype), speculation.max_draft_stages
-    if key not in policies:
-        table = profile_path(drafter, target)
-        prior = CostTable.load(table) if table.exists() else None
-        policies[key] = Policy(block, speculation.max_draft_stages, prior, recursive)
-    return policies[key]
-
-
-def profile_path(drafter, target) -> Path:
-    """Where this machine's measured costs of the pair are kept (written by `hf-dspark profile`)."""
-    from huggingface_hub import constants
-
-    name = f"{target.config.name_or_path or type(target).__name__}+{drafter.config.name_or_path or type(drafter).__name__}"
-    key = machine_key(name, target.dtype, str(target.device))
-    home = Path(os.environ.get("HF_DSPARK_CACHE", Path(constants.HF_HOME) / "hf_dspark"))
-    safe = "".join(c if c.isalnum() or c in "-.+" else "_" for c in "-".join(map(str, key.values())))
-    return home / "profiles" / f"{safe[-150:]}.json"
+def _drafted(draft) -> list[int]:
+    """The rows whose drafts are the drafter's."""
+    return [i for i, source in enumerate(draft.sources) if source == "drafter"]
