@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 __all__ = [
+    "AssistantConfig",
+    "AssistantDrafter",
     "AutoDrafter",
     "CopyDrafter",
     "CopyMemory",
@@ -18,6 +20,8 @@ __all__ = [
     "Eagle3Drafter",
     "EngineRequest",
     "EngineResult",
+    "MTPConfig",
+    "MTPDrafter",
     "SpeculationConfig",
     "SpeculationStats",
     "SpeculativeEngine",
@@ -35,7 +39,17 @@ if TYPE_CHECKING:
     from .decoding.outputs import SpeculationStats
     from .drafting.copy_drafter import CopyDrafter
     from .drafting.copying import CopyMemory
-    from .modeling import DSparkConfig, DSparkDrafter, Eagle3Config, Eagle3Drafter, SpeculationConfig
+    from .modeling import (
+        AssistantConfig,
+        AssistantDrafter,
+        DSparkConfig,
+        DSparkDrafter,
+        Eagle3Config,
+        Eagle3Drafter,
+        MTPConfig,
+        MTPDrafter,
+        SpeculationConfig,
+    )
     from .verification.probabilities import keyed_processors
 
 _MODULES = {
@@ -45,7 +59,17 @@ _MODULES = {
     "decoding.outputs": ["SpeculationStats"],
     "drafting.copy_drafter": ["CopyDrafter"],
     "drafting.copying": ["CopyMemory"],
-    "modeling": ["DSparkConfig", "DSparkDrafter", "Eagle3Config", "Eagle3Drafter", "SpeculationConfig"],
+    "modeling": [
+        "AssistantConfig",
+        "AssistantDrafter",
+        "DSparkConfig",
+        "DSparkDrafter",
+        "Eagle3Config",
+        "Eagle3Drafter",
+        "MTPConfig",
+        "MTPDrafter",
+        "SpeculationConfig",
+    ],
     "verification.probabilities": ["keyed_processors"],
 }
 

@@ -60,3 +60,8 @@ def test_examples_say_what_to_give_them_and_take_the_demos_model(path, monkeypat
             runpy.run_path(str(path), run_name="__main__")
         output = capsys.readouterr()
         assert words in output.out + output.err
+
+
+def test_heads_inside_a_target_draft_for_a_batch(run):
+    output = run("heads.py")
+    assert output.count("the same as without a drafter: True") == 2 and "batch of 3" in output

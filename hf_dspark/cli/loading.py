@@ -8,6 +8,7 @@ import typer
 
 from hf_dspark.names import EMBEDDED, check_place, is_hub_id
 
+HEADS = "heads"  # as a drafter: the multi-token-prediction heads in the target's own checkpoint
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 QUANTIZATIONS = {"bnb-4bit": "bitsandbytes", "bnb-8bit": "bitsandbytes", "int8": "torchao", "int4": "torchao"}
 
@@ -52,7 +53,7 @@ def check_target(name: str | None) -> str | None:
 
 def check_drafter(name: str | None) -> str | None:
     """The callback of every option that names a drafter: a path that leads nowhere is refused before anything is loaded."""
-    if name is not None:
+    if name not in (None, HEADS):
         check_place(name)
     return name
 
@@ -187,6 +188,10 @@ def load_drafter(name, target=None, **overrides):
     from hf_dspark import AutoDrafter
 
     _hide_bars()
+    if name == HEADS:
+        if target is None:
+            raise ValueError(f"The drafter {HEADS!r} is inside its target's checkpoint, and no target was given: pass --target.")
+        return AutoDrafter.from_target(target, **overrides)
     check_drafter(str(name))
     check_hub(str(name), overrides.get("revision"))
     try:

@@ -195,7 +195,7 @@ def run_record(target, dataset, data: Path) -> dict:
 
 def build(method: str, target, tokenizer, dataset, given):
     """A drafter by the options, with the weights that --init-from gives."""
-    from hf_dspark.training import init_from_drafter, init_from_target, new_drafter, new_eagle3
+    from hf_dspark.training import init_from_drafter, init_from_target, init_mtp, new_drafter, new_eagle3, new_mtp
 
     from .train_options import METHODS
 
@@ -206,7 +206,9 @@ def build(method: str, target, tokenizer, dataset, given):
         options["target_layer_ids"] = [int(i) for i in given.layer_ids.split(",")]
     if given.target != EMBEDDED:
         options["target_name"] = given.target
-    if method == "eagle3":
+    if method == "mtp":
+        drafter = new_mtp(target, ids, chain_length=given.block_size, target_name=options.get("target_name"))
+    elif method == "eagle3":
         drafter = new_eagle3(target, ids, chain_length=given.block_size, **options)
     else:
         mask = given.mask_token_id
@@ -221,5 +223,5 @@ def build(method: str, target, tokenizer, dataset, given):
         taken = init_from_drafter(drafter, other)
         say(f"{len(taken)} of {len(drafter.state_dict())} tensors of {method} start from {given.init_from}.")
     elif given.init_from == "target":
-        init_from_target(drafter, target)
+        (init_mtp if method == "mtp" else init_from_target)(drafter, target)
     return drafter

@@ -20,6 +20,7 @@ METHODS = {
     "gated": dict(correction_head="gated", confidence_head=True),
     "rnn": dict(correction_head="rnn", confidence_head=True),
     "eagle3": {},
+    "mtp": {},
     "domino": dict(correction_head="domino", confidence_head=False, pure_draft_prefix_len=1),
 }
 # Where this command's defaults differ from transformers'.

@@ -55,12 +55,14 @@ class FeatureTap:
     Unlike `output_hidden_states`, whose indices changed meaning between transformers releases, a hook has one meaning.
 
     Args:
-        target: the model. layer_ids (`list[int]`): 0-based layers; -1 is the input of layer 0.
+        target: the model. layer_ids (`list[int]`): 0-based layers; -1 is the input of layer 0, and the number of layers is
+            the last layer's output behind the final norm.
     """
 
     def __init__(self, target, layer_ids: list[int]):
         self.layer_ids = list(layer_ids)
         self.layers = decoder_layers(target) if self.layer_ids else []
+        self.decoder = target.get_decoder()
         self.shape = (0, 0)  # of the ids of the last forward
         self.captured: dict[int, torch.Tensor] = {}
         self.handles: list = []
@@ -71,7 +73,7 @@ class FeatureTap:
         def output_of(i):
             def hook(module, args, output):
                 if get_ident() == thread:
-                    self.captured[i] = output[0] if isinstance(output, tuple | list) else output
+                    self.captured[i] = output if isinstance(output, torch.Tensor) else output[0]
 
             return hook
 
@@ -83,7 +85,8 @@ class FeatureTap:
             if i == -1:
                 self.handles.append(self.layers[0].register_forward_pre_hook(input_of, with_kwargs=True))
             else:
-                self.handles.append(self.layers[i].register_forward_hook(output_of(i)))
+                module = self.decoder if i == len(self.layers) else self.layers[i]
+                self.handles.append(module.register_forward_hook(output_of(i)))
         return self
 
     def __exit__(self, *exc) -> None:

@@ -26,7 +26,7 @@ from .trees import (
 )
 
 JETSPEC_WIDTH, EAGLE_WIDTH = 7, 10  # the references' defaults
-KINDS = {False: ("eagle2",), True: ("ddtree", "dartree", "jetspec")}  # by `fixed_block`
+KINDS = {True: ("eagle2",), False: ("ddtree", "dartree", "jetspec")}  # by `recursive`
 
 
 def kind_of(drafter, wanted: str) -> str:
@@ -37,10 +37,10 @@ def kind_of(drafter, wanted: str) -> str:
     """
     if wanted == "auto":
         causal = getattr(drafter, "correction", None) is not None
-        return "eagle2" if not drafter.config.fixed_block else "dartree" if causal else "ddtree"
-    able = KINDS[drafter.config.fixed_block]
+        return "eagle2" if drafter.config.recursive else "dartree" if causal else "ddtree"
+    able = KINDS[drafter.config.recursive]
     if drafter.config.max_block < 1 or wanted not in able:
-        what = "drafts a block at once" if drafter.config.fixed_block else "drafts token by token"
+        what = "drafts token by token" if drafter.config.recursive else "drafts a block at once"
         raise ValueError(f"tree={wanted!r} was set, and a {type(drafter).__name__} {what}: set tree to one of {able}, or 'auto'.")
     return wanted
 

@@ -190,7 +190,7 @@ def diagnose(
     """
     layers = target.config.get_text_config().num_hidden_layers
     base = drafter.config.target_layer_ids
-    shifts = [s for s in (0, 1, -1) if all(-1 <= i + s <= layers - 2 for i in base)]
+    shifts = [s for s in (0, 1, -1) if all(-1 <= i + s <= layers + drafter.config.last_tap for i in base)]
     needed = sorted({i + s for i in base for s in shifts})
     block = max(drafter.config.max_block, getattr(drafter.config, "block_size", 0))
     texts = greedy_texts(target, prompts, needed, new_tokens, block, anchors)
@@ -238,7 +238,8 @@ class _Search:
         """One kind of change after the other, each on top of the best so far."""
         config = self.drafter.config
         bases = {*ROPE_BASES, *([self.theta] if self.theta else [])} - {config.rope_parameters.get("rope_theta")}
-        self.keep([{"rope_theta": b} for b in sorted(bases)])
+        if config.layouts != "heads":  # their blocks are the target's, and so are its rotary embeddings
+            self.keep([{"rope_theta": b} for b in sorted(bases)])
         swaps = [{what: True} for what in ("head", "embedding") if getattr(config, f"own_{what}")]
         self.keep(swaps + ([{"correction": False}] if getattr(self.drafter, "correction", None) is not None else []))
 
@@ -323,6 +324,8 @@ def _advice(changed: dict, config) -> str:
     for key, value in changed.items():
         if key == "sample_from_anchor":
             said.append(f"pass sample_from_anchor={value}, as its slots are read one off")
+        elif key == "target_layer_ids" and config.last_tap == 0:
+            said.append("pass tap_final_norm=False, as it reads the state before the target's final norm")
         elif key == "target_layer_ids":
             off = "high" if config.target_layer_ids[0] > value[0] else "low"
             said.append(f"pass target_layer_ids={value}, as its layer ids are one too {off}")

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import yaml
+from transformers import AutoConfig
 
 from hf_dspark.names import is_hub_id
 
@@ -19,7 +20,6 @@ STALE = "> **Out of date.** This card was written for other weights than those b
 FRONT = re.compile(r"\A---\n(.*?)\n---\n?", re.DOTALL)
 MEASURED = re.compile(r"^## Measured\n.*?(?=^## |^<!-- hf-dspark card: end)", re.DOTALL | re.MULTILINE)
 LOADED = re.compile(r'AutoDrafter\.from_pretrained\("([^"/]+/[^"/]+)"')
-FAMILIES = {"none": "DFlash", "domino": "Domino", "markov": "DSpark", "gated": "DSpark", "rnn": "DSpark"}
 UNKNOWN = "not recorded"
 
 
@@ -147,15 +147,14 @@ def read_record(folder: Path) -> dict:
 
 def describe(config: dict, record: dict, target: str | None, parameters: int, size: int) -> dict:
     """The few facts every part of the card speaks about."""
-    block = config.get("block_size")
-    drafts = config.get("chain_length") if block is None else block - (not config.get("sample_from_anchor", True))
-    head = config.get("correction_head", "none")
+    known = AutoConfig.for_model(**config)
+    head = getattr(known, "correction_head", "none")
     thinking = config.get("enable_thinking")
     return {
-        "family": "EAGLE-3" if config["model_type"] == "hf_eagle3" else FAMILIES[head],
+        "family": getattr(known, "family", config["model_type"]),
         "head": head,
         "target": target,
-        "drafts": drafts,
+        "drafts": known.max_block,
         "parameters": parameters,
         "size": size,
         "layers": config.get("num_hidden_layers"),
@@ -166,7 +165,7 @@ def describe(config: dict, record: dict, target: str | None, parameters: int, si
         "thinking": UNKNOWN if thinking is None else "on" if thinking else "off",
         "template": config.get("template_hash"),
         "trained_length": config.get("trained_length"),
-        "borrows": [n for n, own in (("embedding", "own_embedding"), ("head", "own_head")) if not config.get(own)],
+        "borrows": [{"embed_tokens": "embedding", "lm_head": "head"}[name] for name in known.borrows],
     }
 
 
@@ -174,7 +173,7 @@ def head(name: str, facts: dict) -> str:
     target = facts["target"] or "its target"
     link = f"[{target}](https://huggingface.co/{target})" if facts["target"] else target
     length = f"{facts['trained_length']} tokens" if facts["trained_length"] else UNKNOWN
-    article = "An" if facts["family"][0] in "AE" else "A"
+    article = "An" if facts["family"][0] in "AEM" else "A"
     return f"""# {name}
 
 {article} {facts["family"]} drafter for {link}. It proposes up to {facts["drafts"]} tokens per stage, which the target \

@@ -51,25 +51,41 @@ class Checkpoint:
         return cls(name, fetch, read_config(path), extract_commit_hash(path, None))
 
     @cached_property
-    def files(self) -> dict[str, "_File"]:
-        """Tensor name -> the open file it lies in; safetensors before pickles, one file or sharded."""
+    def _index(self) -> tuple[str, "dict[str, str] | _File"]:
+        """The file that lists the tensors: of safetensors before pickles, the only one, or the map from names to shards."""
         for filename in WEIGHTS:
             path = self.fetch(filename)
-            if path is None:
-                continue
-            if not filename.endswith(".json"):
-                opened = _open(path)
-                return dict.fromkeys(opened.names(), opened)
-            weight_map = json.loads(Path(path).read_text(encoding="utf-8"))["weight_map"]
-            shards = {shard: _open(self.fetch(shard, required=True)) for shard in sorted(set(weight_map.values()))}
-            lost = [f"{name} ({shard})" for name, shard in weight_map.items() if name not in shards[shard].names()]
-            if lost:
-                raise ValueError(
-                    f"{self.name}: {filename} promises tensors its shards don't hold: {', '.join(lost)}. Download the "
-                    "checkpoint again."
-                )
-            return {name: shards[shard] for name, shard in weight_map.items()}
+            if path is not None and filename.endswith(".json"):
+                return filename, json.loads(Path(path).read_text(encoding="utf-8"))["weight_map"]
+            if path is not None:
+                return filename, _open(path)
         raise OSError(f"{self.name} has a config.json but no weights: it needs one of {', '.join(WEIGHTS)}.")
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all tensors. Of a sharded checkpoint no shard is fetched."""
+        index = self._index[1]
+        return list(index) if isinstance(index, dict) else list(index.names())
+
+    def files_of(self, wanted: Callable[[str], bool]) -> dict[str, "_File"]:
+        """Name of each wanted tensor -> the open file it lies in. Shards without any are not fetched."""
+        filename, index = self._index
+        if not isinstance(index, dict):
+            return {name: index for name in index.names() if wanted(name)}
+        weight_map = {name: shard for name, shard in index.items() if wanted(name)}
+        shards = {shard: _open(self.fetch(shard, required=True)) for shard in sorted(set(weight_map.values()))}
+        lost = [f"{name} ({shard})" for name, shard in weight_map.items() if name not in shards[shard].names()]
+        if lost:
+            raise ValueError(
+                f"{self.name}: {filename} promises tensors its shards don't hold: {', '.join(lost)}. Download the "
+                "checkpoint again."
+            )
+        return {name: shards[shard] for name, shard in weight_map.items()}
+
+    @cached_property
+    def files(self) -> dict[str, "_File"]:
+        """Tensor name -> the open file it lies in."""
+        return self.files_of(lambda name: True)
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:

@@ -10,7 +10,6 @@ from transformers import Trainer, TrainerState
 from transformers.trainer_utils import TrainOutput, get_last_checkpoint
 from transformers.utils import logging
 
-from ..modeling import Eagle3Drafter
 from ..modeling.packed_blocks import chain_labels
 from .anchors import Step, block_weights, draw_stages
 from .arguments import DrafterTrainingArguments
@@ -57,10 +56,11 @@ def finished_state(checkpoint, args) -> TrainerState | None:
 
 
 class DrafterTrainer(Trainer):
-    """Trains a [`DSparkDrafter`] (any correction head) or an [`Eagle3Drafter`], or several in a dict, against a frozen target.
+    """Trains a [`DSparkDrafter`] (any correction head), an [`Eagle3Drafter`] or an [`MTPDrafter`], or several in a dict,
+    against a frozen target.
 
-    A step runs the target without gradient, all blocks of all stages in one packed forward each (for EAGLE-3 the chains of
-    the same anchors, step by step), and the losses in chunks.
+    A step runs the target without gradient, all blocks of all stages in one packed forward each (for recursive drafters the
+    chains of the same anchors, step by step), and the losses in chunks.
     Losses are sums, divided by the weights of the whole optimizer step over micro-batches and processes, so how a batch is
     cut up changes nothing. Beside transformers' own, the log has per draft position "accept_rate@k" and "tau", the tokens a
     round would emit (bonus included), teacher-forced at temperature 1; "greedy_tau" the same for argmax drafts; and for
@@ -200,7 +200,7 @@ class DrafterTrainer(Trainer):
 
     def _labels(self, drafter, batch, stages):
         K, anchors = drafter.config.max_block, batch["anchors"]
-        if isinstance(drafter, Eagle3Drafter):
+        if drafter.config.recursive:
             anchors = drafter.usable_anchors(anchors, batch["position_ids"])
         return chain_labels(batch["labels"], batch["position_ids"], anchors, stages * K).split(K, -1)
 

@@ -115,6 +115,11 @@ def test_training_writes_drafters_that_load_and_draft(world, data):
     call(*eagle, folder / "fourth" / "final", "--output", folder / "sixth", "--learning-rate", 0)
     assert torch.equal(AutoDrafter.from_pretrained(str(folder / "sixth" / "final")).fc.weight, start)
     assert "--init-from target was given with --method eagle3" in refused(*eagle, "target", "--output", folder / "no")
+    starts = {"fifth": [], "sixth": ["--init-from", "target"], "seventh": ["--init-from", folder / "fifth" / "final"]}
+    for name, start in starts.items():
+        call(*common, "--output", folder / name, "--method", "mtp", *start)
+        heads = AutoDrafter.from_pretrained(str(folder / name / "final"))
+        assert type(heads).__name__ == "MTPDrafter" and heads.config.chain_length == 3 and heads.config.target_name == target
 
 
 @pytest.fixture
