@@ -37,14 +37,17 @@ class MarkovHead(nn.Module):
         g = torch.sigmoid(g)
         return g * memory + (1 - g) * torch.tanh(c), torch.tanh(o)
 
-    def step(self, memory, prev, hidden, embed) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Bias [B, Vd] of one draft after `prev` [B], backbone state `hidden` [B, D]; and the next memory."""
+    def step(self, memory, prev, hidden, embed, ids=None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Bias [B, Vd] of one draft after `prev` [B], backbone state `hidden` [B, D]; and the next memory.
+
+        `ids` [B, C]: draft ids whose bias [B, C] is wanted, instead of all.
+        """
         e = self.features(prev)
         if self.kind == "rnn":
             memory, e = self._rnn(self.initial(e) if memory is None else memory, e, hidden)
         elif self.kind == "gated":
             e = torch.sigmoid(self.gate(torch.cat([hidden, e], -1))) * e
-        return self.w2(e), memory
+        return outputs_of(self.w2, e, ids), memory
 
     def block(self, prev: torch.Tensor, hidden: torch.Tensor, embed, prime=None) -> torch.Tensor:
         """Biases [..., K, Vd] for previous tokens `prev` [..., K] and states `hidden` [..., K, D].
@@ -79,14 +82,14 @@ class DominoHead(nn.Module):
         self.down = nn.Linear(hidden + size, config.correction_size, bias=False)
         self.up = nn.Linear(config.correction_size, config.draft_vocab_size, bias=False)
 
-    def _bias(self, hidden, state):
-        return self.up(nn.functional.silu(self.down(torch.cat([hidden, state], -1))))
+    def _bias(self, hidden, state, ids=None):
+        return outputs_of(self.up, nn.functional.silu(self.down(torch.cat([hidden, state], -1))), ids)
 
-    def step(self, memory, prev, hidden, embed):
+    def step(self, memory, prev, hidden, embed, ids=None):
         """As [`MarkovHead.step`]; `memory` is (GRU state [1, B, G], drafts so far)."""
         state, count = memory or (None, 0)
         out, state = self.gru(embed(prev[:, None]), state)
-        bias = self._bias(hidden, out[:, 0])
+        bias = self._bias(hidden, out[:, 0], ids)
         return (bias if count >= self.pure else torch.zeros_like(bias)), (state, count + 1)
 
     def block(self, prev, hidden, embed, prime=None):
@@ -96,6 +99,11 @@ class DominoHead(nn.Module):
         bias = self._bias(hidden, out.reshape(*prev.shape, -1))
         keep = torch.arange(K, device=bias.device) >= self.pure
         return bias * keep[:, None]
+
+
+def outputs_of(linear: nn.Linear, x: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:
+    """`linear` (without bias) of `x` [B, r], all its outputs or only `ids` [B, C] of each row."""
+    return linear(x) if ids is None else (linear.weight[ids] @ x[..., None])[..., 0]
 
 
 def build_correction_head(config) -> nn.Module | None:

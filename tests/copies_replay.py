@@ -77,9 +77,14 @@ class Replay:
             drafted, width = not length and planned > 0, 1 + len(offered) + len(extra)
             spent = 7.0 * drafted, TABLE.verify_seconds(width)
             source = "copy" if length else "drafter" if drafted else "none"
-            round_ = SimpleNamespace(sources=[source], stages=[1], tokens=SimpleNamespace(shape=(1, 3)), confidence=None)
+            round_ = SimpleNamespace(sources=[source], stages=[1], tokens=SimpleNamespace(shape=(1, 3)), confidence=None,
+                                     parents=None, lengths=[len(offered)])
             self.policy.observe(round_, [len(offered)], [min(a, len(offered))], width, *spent)
             self.policy.observe_copies([(copy, "copy")], [rest[: a + 1]])
+            if drafted and a >= 3 and self.continued and self.asked.tokens:  # what would have gone on behind the block
+                behind = rest[3 : a + 1]
+                judged = min(len(self.asked.tokens), len(behind))
+                self.behind.observe(self.asked.match, judged, right(self.asked.tokens[:judged], behind))
             self.rounds, self.tokens, self.seconds = self.rounds + 1, self.tokens + len(rest[: a + 1]), self.seconds + sum(spent)
             self.longer, self.gained = self.longer + bool(extra), self.gained + max(0, a - len(offered)) * bool(extra)
             index.extend(rest[: a + 1])
@@ -87,14 +92,15 @@ class Replay:
 
     def extra(self, index, drafted, sure: float, room: int) -> list[int]:
         """The copy that goes on behind the drafts, as long as it is expected to pay."""
+        self.asked = Copy([], 0)
         if not self.continued or self.tokens < 50:
             return []
-        copy = index.propose_after(drafted, min(LIMIT, room - len(drafted)))
+        self.asked = copy = index.propose_after(drafted, min(LIMIT, room - len(drafted)))
         chances = self.behind.expected(copy.match, len(copy.tokens))
         price = self.tokens / self.seconds
-        gains = [sure * sum(chances[:k]) - price * (TABLE.verify_seconds(4 + k) - TABLE.verify_seconds(4)) for k in range(len(chances) + 1)]
+        costs = [price * (TABLE.verify_seconds(4 + k) - TABLE.verify_seconds(4)) for k in range(len(chances) + 1)]
+        gains = [sure * sum(chances[:k]) - cost for k, cost in enumerate(costs)]
         best = max(range(len(gains)), key=gains.__getitem__)
-        self.asked = copy
         return copy.tokens[:best]
 
 

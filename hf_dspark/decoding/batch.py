@@ -59,21 +59,26 @@ class Request:
 
 @dataclass
 class Commit:
-    """Tokens of one row that became output in a round, and why the row ends with them, if it does."""
+    """Tokens of one row that became output in a round, and why the row ends with them, if it does: "stop", "length", "criteria",
+    or "error"."""
 
     key: Hashable
     tokens: list[int]
     reason: str | None
+    error: Exception | None = None
 
 
 class Row:
-    """A request at work. `n` tokens are committed; the last of them, the anchor, hasn't been read by the target yet."""
+    """A request at work. `n` tokens are committed; the last of them, the anchor, hasn't been read by the target yet.
+
+    `error`: what the request's own processors or criteria raised; it ends the row, without the round's tokens.
+    """
 
     def __init__(self, request: Request, copying: int | None = None):
         self.request, self.settings, self.outputs = request, request.settings, request.outputs
         self.tokens = list(request.prompt)
         self.start = len(self.tokens)
-        self.stopped = self.text = None
+        self.stopped = self.text = self.error = None
         self.copies = None if copying is None else CopyIndex(self.tokens, copying)
 
     @property
@@ -89,8 +94,8 @@ class Row:
         return self.request.budget - self.generated
 
     def ask(self, drafts: list[int], scores: dict[int, torch.Tensor]) -> None:
-        """Prepare the question to the stopping criteria about a round's `drafts`: `stopped(i)` tells whether one fires once i + 1
-        of them are in place. `scores` {position: [V]} are filled as they become known."""
+        """Prepare the question to the stopping criteria about a round's `drafts`: `stopped(i)` tells whether one fires once i + 1 of them
+        (of a tree: of those that [`fill`] put there) are in place. `scores` {position: [V]} are filled as they become known."""
         self.stopped = None
         if not self.settings.criteria:
             return
@@ -102,11 +107,21 @@ class Row:
             seen = lambda i: before + [scores[k] for k in range(i + 1)]  # noqa: E731
         self.stopped = row_stopped(self.settings.criteria, self.text, len(shown) + self.generated, seen)
 
+    def fill(self, tokens: list[int]) -> None:
+        """Put what was accepted so far into the text that the criteria are asked about."""
+        start = len(self.request.shown) + self.generated
+        self.text[0, start : start + len(tokens)] = torch.tensor(tokens, device=self.text.device)
+
     def commit(self, tokens: list[int]) -> Commit:
         """Take verified `tokens`, up to the first that ends the row."""
         if self.stopped is not None:
-            self.text[0, len(self.request.shown) + self.generated + len(tokens) - 1] = tokens[-1]
-        kept, reason = commit(tokens, self.settings.stop_ids, self.left, self.stopped)
+            self.fill(tokens)
+        try:
+            kept, reason = commit(tokens, self.settings.stop_ids, self.left, self.stopped)
+        except Exception as error:
+            self.error = self.error or error
+        if self.error is not None:
+            return Commit(self.request.key, [], "error", self.error)
         self.tokens += kept
         if self.copies is not None:
             self.copies.extend(kept)
@@ -160,8 +175,8 @@ class Batch:
         """Take each row's verified tokens. Returns what became output, and the same on the device [A, T], filled with zeros."""
         before = self.lengths
         commits = [row.commit(new) for row, new in zip(self.rows, tokens, strict=True)]
-        width = max(len(c.tokens) for c in commits)
-        table = [[n, len(c.tokens) - 1, *c.tokens, *[0] * (width - len(c.tokens))] for n, c in zip(before, commits)]
+        width = max(1, *(len(c.tokens) for c in commits))
+        table = [[n, max(len(c.tokens) - 1, 0), *c.tokens, *[0] * (width - len(c.tokens))] for n, c in zip(before, commits)]
         table = torch.tensor(table).to(self.device)
         self._reserve(max(before) + width)
         every = torch.arange(len(table), device=self.device)[:, None]

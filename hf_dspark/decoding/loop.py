@@ -10,9 +10,11 @@ from transformers.utils import logging
 from hf_dspark.drafting.copies import LONGEST, offers, shortest_match, with_copies
 from hf_dspark.drafting.draft import Draft
 from hf_dspark.drafting.proposer import Context, Proposer
+from hf_dspark.drafting.tree_drafts import branch, kind_of, propose_trees
 from hf_dspark.modeling import SpeculationConfig
-from hf_dspark.scheduling.policy import AutoGate, StaticGate
 from hf_dspark.scheduling.headless import survival_estimate
+from hf_dspark.scheduling.policy import AutoGate, StaticGate
+from hf_dspark.verification.tree import ancestors
 
 from .batch import Batch, Commit, Request
 from .cache import TargetCache, drafter_key
@@ -22,6 +24,11 @@ from .prefill import Prefill
 from .target import Target
 
 logger = logging.get_logger("hf_dspark")
+TREE_BUDGET = 32  # nodes of a stage where costs decide
+
+
+class Cancelled(Exception):
+    """A request was taken out before its end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +70,7 @@ class DecodeLoop:
         self.memory = None if speculation.copy is None else getattr(drafter, "copy_memory", None)
         if self.memory is not None:
             self.memory.bind(target.config.vocab_size)
+        self.tree = None if speculation.tree is None else kind_of(drafter, speculation.tree)
         self.seconds, self.finished = Seconds(), {}
         self.batch = self._batch([], None)
         self.coming: list[Prefill] = []
@@ -82,6 +90,18 @@ class DecodeLoop:
         """
         flags = requests[0].outputs.flags
         self.coming.append(Prefill(self.target, self._batch(requests, cache), self.prefill_chunk, flags))
+
+    def cancel(self, key) -> bool:
+        """Take the row of this key out, wherever it is; whether there was one."""
+        for batch in (self.batch, *(p.batch for p in self.coming)):
+            rows = [i for i, row in enumerate(batch.rows) if row.request.key == key]
+            if rows and batch is self.batch:
+                batch.retire(rows)
+            for i in rows if batch is not self.batch else ():
+                batch.rows[i].error = Cancelled(f"request {key!r} was cancelled")  # it leaves once the prompts are read
+            if rows:
+                return True
+        return False
 
     def step(self) -> list[Commit]:
         """Read a chunk of the prompts that wait, and run a round of the rows that were at work; what became output."""
@@ -148,24 +168,30 @@ class DecodeLoop:
         width = max(verified) + 1
         fed = torch.cat([batch.anchors[:, None], draft.tokens[:, : width - 1]], 1)
         ends = [n + length for n, length in zip(batch.lengths, verified)]
-        out = self.target.forward(fed, batch.cache, ends, **batch.rows[0].outputs.flags)
-        commits, new, accepted = self._commit(batch, context.sampling, draft, verified, out.logits.to(batch.device), clock)
+        self.target.restart(batch.ids, batch.cache, batch.lengths)
+        tree = None if draft.parents is None else ancestors(draft.parents[:, : width - 1])
+        out = self.target.forward(fed, batch.cache, ends, tree=tree, **batch.rows[0].outputs.flags)
+        commits, new, judged = self._commit(batch, context.sampling, draft, verified, out.logits.to(batch.device), clock)
         batch.rows[0].outputs.add_states(out, len(commits[0].tokens), int(batch.cache.lengths[0]))
         clock.lap()
         counts = torch.tensor([len(c.tokens) for c in commits])
+        features = self.target.tap.features(self.drafter.device)
+        if judged.path is not None:
+            batch.cache.settle_path(judged.path)
+            features = along(features, judged.path)
         batch.cache.advance(counts)
-        batch.proposer.observe(self.target.tap.features(self.drafter.device)[:, : new.shape[1]], new, counts)
+        batch.proposer.observe(features[:, : new.shape[1]], new, counts)
         clock.lap()
         self._retire(batch, commits)
         propose, verify, commit, observe, retire = clock.laps()
         seconds = Seconds(draft=propose + observe, verify=verify, overhead=commit + retire)
         self.seconds.add(seconds)
         if self.policy is not None:
-            self.policy.observe(draft, verified, accepted, width, seconds.draft, seconds.verify)
+            self.policy.observe(draft, verified, judged.accepted, width, seconds.draft, seconds.verify)
             if copies:
                 self.policy.observe_copies(copies, [c.tokens for c in commits])
         if self.observer is not None:
-            self.observer(Round(draft=draft, verified=verified, accepted=accepted, commits=commits, seconds=seconds))
+            self.observer(Round(draft=draft, verified=verified, accepted=judged.accepted, commits=commits, seconds=seconds))
         return commits
 
     def _draft(self, batch: Batch, context: Context) -> tuple[Draft, list[int], list]:
@@ -173,48 +199,63 @@ class DecodeLoop:
         if self.policy is not None:
             self.policy.begin(len(batch.rows), sum(context.lengths) / len(batch.rows))
         scheduled, room = self.speculation.scheduler is not None, context.room
-        copies, lengths, planned = self._copies(batch, room, scheduled)
+        copies = self._offers(batch, room)
+        if self.tree is not None and (self.speculation.tree != "auto" or self.policy.use_tree()):
+            draft = self._draft_trees(batch, context, copies)
+            return draft, draft.lengths, copies
+        lengths, planned = self._choose(copies, len(room), scheduled)
         if planned < batch.proposer.block or any(lengths):
             context.room = [0 if n else min(most, planned) for n, most in zip(lengths, room)]
         draft = with_copies(batch.proposer.propose(context), copies, lengths, room)
         return draft, self.policy.prune(draft) if scheduled else draft.lengths, copies
 
-    def _copies(self, batch: Batch, room: list[int], scheduled: bool) -> tuple[list, list[int], int]:
-        """What the rows could copy, how much of it each does, and the drafts planned for each of the others."""
-        copy, rows = self.speculation.copy, len(batch.rows)
+    def _draft_trees(self, batch: Batch, context: Context, copies: list) -> Draft:
+        """A tree per row, with what the row could copy as a branch; its size by the policy where none was set."""
+        knobs, branches, size = self.speculation, None, None
+        if knobs.copy is not None:
+            branches = [branch(c.tokens, self.policy.copying[s].expected(c.match, len(c.tokens))) for c, s in copies]
+        if knobs.tree_budget is None:
+            size = self.policy.tree_size
+        budget = knobs.tree_budget or TREE_BUDGET
+        return propose_trees(batch.proposer, context, self.tree, budget, size, branches)
+
+    def _offers(self, batch: Batch, room: list[int]) -> list:
+        """What each row could copy; empty where copies are off."""
+        copy = self.speculation.copy
         if copy is None:
-            return [], [0] * rows, self.policy.plan() if scheduled else batch.proposer.block
+            return []
         limit = LONGEST if copy == "auto" else copy
-        copies = offers([row.copies for row in batch.rows], [row.tokens for row in batch.rows], room, self.memory, limit)
-        if copy == "auto":
-            return copies, *self.policy.choose(copies, scheduled)
-        lengths = [len(c.tokens) for c, _ in copies]
-        return copies, lengths, 0 if all(lengths) else self.policy.plan() if scheduled else batch.proposer.block
+        return offers([row.copies for row in batch.rows], [row.tokens for row in batch.rows], room, self.memory, limit)
+
+    def _choose(self, copies: list, rows: int, scheduled: bool) -> tuple[list[int], int]:
+        """How much of its copy each row takes, and the drafts planned for each of the others."""
+        if self.speculation.copy == "auto":
+            return self.policy.choose(copies, scheduled)
+        lengths = [len(c.tokens) for c, _ in copies] or [0] * rows
+        return lengths, 0 if all(lengths) else self.policy.plan() if scheduled else self.batch.proposer.block
 
     def _context(self, batch: Batch) -> Context:
-        room = [min(row.left - 1, self.target.room(row.n)) for row in batch.rows]
+        room = [min(row.left - 1, self.target.room(row.n), self.target.draft_room(row.n)) for row in batch.rows]
         keys = [row.request.key for row in batch.rows]
         return Context(keys, batch.anchors, batch.ids, batch.lengths, room, sampling_of(batch))
 
     def _commit(self, batch: Batch, sampling, draft: Draft, verified: list[int], logits: torch.Tensor, clock=None):
-        """Judge the drafts and take what is verified: the commits, their tokens [A, T], and the drafts accepted [A]."""
-        accepted, following, drafted, scores = judge(
-            batch, sampling, draft, verified, logits, self.speculation.verification
-        )
+        """Judge the drafts and take what is verified: the commits, their tokens [A, T], and the judgement."""
+        judged = judge(batch, sampling, draft, verified, logits, self.speculation.verification)
         if clock is not None:
             clock.lap()
         rows = list(batch.rows)
-        tokens = [drafted[i][:a] + [t] for i, (a, t) in enumerate(zip(accepted, following))]
-        commits, new = batch.commit(tokens)
+        commits, new = batch.commit(judged.tokens)
         for i, (row, commit) in enumerate(zip(rows, commits)):
             count = len(commit.tokens)
-            row.outputs.add(logits[i], scores[i], count)
+            row.outputs.add(logits[i] if judged.path is None else along(logits[i : i + 1], judged.path[i : i + 1])[0],
+                            judged.scores[i], count)  # fmt: skip
             self._warn_beyond_training(row.n)
             if clock is not None:
-                survived = min(accepted[i], count)
-                judged = verified[i] if count == len(tokens[i]) else survived
-                row.outputs.add_round(count, judged, survived, draft.stages[i], draft.sources[i])
-        return commits, new, accepted
+                survived = min(judged.accepted[i], count)
+                verdicts = verified[i] if count == len(judged.tokens[i]) else survived
+                row.outputs.add_round(count, verdicts, survived, draft.stages[i], draft.sources[i])
+        return commits, new, judged
 
     def _warn_beyond_training(self, length: int) -> None:
         trained = self.drafter.config.trained_length
@@ -236,6 +277,12 @@ class DecodeLoop:
                 self.finished[key] = batch.cache.select([i]), batch.proposer.cache.select(torch.tensor([i]))
         if ended:
             batch.retire(ended)
+
+
+def along(values: torch.Tensor, path: torch.Tensor) -> torch.Tensor:
+    """Of values [A, N + 1, ...] of the anchor and the nodes: the anchor's and those of the `path` [A, L] (-1 is filling)."""
+    places = torch.nn.functional.pad(path.clamp_min(0) + 1, (1, 0)).to(values.device)
+    return values[torch.arange(len(values), device=values.device)[:, None], places]
 
 
 class Laps:

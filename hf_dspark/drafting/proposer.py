@@ -1,7 +1,7 @@
 """Drafter + context + knobs + noise -> drafts. The decode loop and the stock engine drive the same proposer."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -14,13 +14,17 @@ from .draft import Draft
 
 @dataclass
 class Sampling:
-    """How some active rows draw: `rows` [R] among them, their numbers `places` [R] in `scorer`, and `noise` or None."""
+    """How some active rows draw: `rows` [R] among them, their numbers `places` [R] in `scorer`, and `noise` or None.
+
+    `errors` {active row: exception} collects what processors raise, so that one row's fault isn't its neighbours'.
+    """
 
     rows: list[int]
     places: list[int]
     scorer: Scorer
     noise: Noise | None
     stop_ids: frozenset[int]
+    errors: dict[int, Exception] = field(default_factory=dict)
 
 
 @dataclass
@@ -200,7 +204,7 @@ class Proposer:
             qs.append(q)
             log_qs.append(log_q)
             # A block is paid for as a whole; a recursive drafter spends a forward per draft, which is worth a look.
-            if not self.drafter.config.fixed_block and self.speculation.confidence_threshold > 0:
+            if self.drafter.config.recursive and self.speculation.confidence_threshold > 0:
                 cut = self._cut(torch.stack(tokens[len(before) :], 1), confidences, room, sampling)
                 if int(cut.max()) <= k:
                     break
@@ -259,7 +263,7 @@ class Proposer:
             if mine:
                 rows = [place[s.rows[i]] for i in mine]
                 noise = None if s.noise is None else s.noise.select(mine)
-                out.append(Sampling(rows, [s.places[i] for i in mine], s.scorer, noise, s.stop_ids))
+                out.append(Sampling(rows, [s.places[i] for i in mine], s.scorer, noise, s.stop_ids, s.errors))
         return out
 
     def _choose(self, context, active, sampling, before, logits, log_probs):
@@ -301,8 +305,11 @@ class Proposer:
             live = self._undecided(context, active, s, before)
             if live:
                 prefixes = [self._prefix(context, active[s.rows[i]], [b[i] for b in before]) for i in live]
-                scored = s.scorer.draft_scores([s.places[i] for i in live], prefixes, logits[live])
-                scores = scores.index_copy(0, torch.tensor(live, device=scores.device), scored)
+                try:
+                    scored = s.scorer.draft_scores([s.places[i] for i in live], prefixes, logits[live])
+                    scores = scores.index_copy(0, torch.tensor(live, device=scores.device), scored)
+                except Exception as error:
+                    s.errors.update((active[s.rows[i]], error) for i in live)
         elif not s.scorer.empty:
             scores = s.scorer.draft_scores(s.places, None, logits)
         hopeless = ~torch.isfinite(scores).any(-1, keepdim=True)  # nothing allowed is in the drafter's vocabulary

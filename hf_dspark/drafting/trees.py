@@ -162,7 +162,7 @@ def dartree(
         draw_one, draw = draw, lambda log_q, depth, count: draw_one(log_q[0], depth, count)[None]
     logits = base_logits[None] if single else base_logits
     levels = list(_dar_levels(logits, step, budget, width, candidates, fixed, prefix_len, draw))
-    trees = [_finish(tree, budget, 0.0 if fixed else depth_bonus, full_depth) for tree in _supertrees(levels, logits.shape[0])]
+    trees = [_finish(tree, budget, depth_bonus, full_depth) for tree in _supertrees(levels, logits.shape[0])]
     return trees[0] if single else pad(trees)
 
 
@@ -263,9 +263,9 @@ def head_step(drafter, state, anchor: torch.Tensor) -> Callable:
         memory = select_memory(memory, rows)
         if depth == 0 and state.first is not None and getattr(head, "kind", None) == "rnn":
             _, memory = head.step(memory, prev, state.first, drafter.embed)
-        bias, memory = head.step(memory, prev, state.hidden[:, depth].repeat_interleave(F, 0), drafter.embed)
-        bias = bias.unflatten(0, (-1, F)).gather(2, candidates[:, None].expand(-1, F, -1))
-        return logits + bias.to(logits.dtype), memory
+        hidden, ids = state.hidden[:, depth].repeat_interleave(F, 0), candidates.repeat_interleave(F, 0)
+        bias, memory = head.step(memory, prev, hidden, drafter.embed, ids)
+        return logits + bias.unflatten(0, (-1, F)).to(logits.dtype), memory
 
     return step
 

@@ -161,9 +161,9 @@ def test_speculators_proposals_from_given_anchors(name, batched, spy):
             spy.clear()
             batch = padded([torch.tensor(prompt) for _, prompt, _ in group])
 
-            def allowed(row, prefix, group=group):  # the given anchor comes first, then anything
-                _, prompt, anchor = group[row]
-                return [anchor] if len(prefix) == len(prompt) else list(range(target.config.vocab_size))
+            def allowed(row, prefix, group=group, batch=batch):  # the given anchor comes first, then anything
+                anchor, width = group[row][2], batch["input_ids"].shape[1]
+                return [anchor] if len(prefix) == width else list(range(target.config.vocab_size))
 
             target.generate(
                 **batch, assistant_model=drafter, max_new_tokens=drafter.config.max_block + 2, do_sample=False,

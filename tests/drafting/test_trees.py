@@ -12,7 +12,7 @@ from tiny import make_drafter, make_eagle3, make_target
 
 from hf_dspark.drafting import trees
 from hf_dspark.drafting.trees import Tree
-from hf_dspark.verification.tree import verify_match, verify_match_at_hand
+from hf_dspark.verification.tree import match_all, verify_match
 
 DDTREE = ["tree-ddtree-b4", "tree-ddtree-b16", "tree-ddtree-b64", "tree-ddtree-ties"]
 JETSPEC = ["tree-jetspec-w4", "tree-jetspec-w7"]
@@ -60,9 +60,9 @@ def test_walks_of_the_references_come_out(name, i):
         walks = [(tensors[f"c{i}.target_logits"], accept["accepted"], accept["next_token"])]
     for scores, path, token in walks:
         sizes = [tokens.shape[1]]
-        lazy = verify_match(lambda nodes, rows: scores[[n + 1 for n in nodes]], tokens, parents, sizes, None)  # noqa: B023
-        for verdict in (lazy, verify_match_at_hand(scores[None], tokens, parents, sizes, None)):
-            assert [0, *(node + 1 for node in verdict.paths[0])] == path
+        lazy = verify_match(lambda nodes, rows: scores[[n + 1 for n in nodes]], tokens, parents, None, sizes, None)  # noqa: B023
+        for verdict in (lazy, match_all(scores[None], tokens, parents, None, torch.tensor(sizes), None)):
+            assert [0, *(node + 1 for node in verdict.path[0].tolist() if node >= 0)] == path
             assert verdict.next_token.tolist() == [token]
 
 
@@ -123,10 +123,10 @@ def test_a_whole_run_of_eagle2_trees_is_the_recorded_one(p):
             path = seen[nodes[0] + 1, 1:].nonzero()[:, 0]  # noqa: B023
             return target(torch.tensor([ids + tokens[path].tolist()])).logits[:, -1]  # noqa: B023
 
-        verdict = verify_match(scores_at, tokens[None], tree.parents[None], [len(tokens)], None)
-        assert [0, *(node + 1 for node in verdict.paths[0])] == reference["accepted_path"]
+        verdict = verify_match(scores_at, tokens[None], tree.parents[None], None, [len(tokens)], None)
+        assert [0, *(node + 1 for node in verdict.path[0].tolist())] == reference["accepted_path"]
         assert verdict.next_token.tolist() == [reference["next_token"]]
-        ids += tokens[verdict.paths[0]].tolist() + verdict.next_token.tolist()
+        ids += tokens[verdict.path[0].tolist()].tolist() + verdict.next_token.tolist()
         lengths.append(int(verdict.accepted[0]) + 1)
     assert lengths == case["acceptance_lengths"]
     assert ids[:-1] == case["output_ids"]  # the reference's text ends with the drafts

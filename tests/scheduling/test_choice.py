@@ -113,7 +113,8 @@ class Text:
         sources = ["copy" if n else "drafter" if drafting else "none" for n in lengths]
         self.sources += sources
         draft = SimpleNamespace(
-            sources=sources, stages=[1] * len(live), tokens=SimpleNamespace(shape=(len(live), planned)), confidence=None
+            sources=sources, stages=[1] * len(live), tokens=SimpleNamespace(shape=(len(live), planned)),
+            confidence=None, parents=None, lengths=verified,
         )
         rows = len(live)
         spent = drafting * TABLE.draft_seconds(rows), TABLE.verify_seconds(rows * width, rows)

@@ -11,7 +11,7 @@ from hf_dspark.verification import chain
 from hf_dspark.verification import tree as verification
 from hf_dspark.verification.chain import Noise
 from hf_dspark.verification.noise import keyed_scores
-from hf_dspark.verification.tree import TreeNoise, verify_match, verify_match_at_hand, verify_ratio
+from hf_dspark.verification.tree import TreeNoise, match_all, ratio_all, verify_match, verify_ratio
 
 V = 5
 
@@ -74,6 +74,32 @@ def all_scores(target, texts, batch):
     return full
 
 
+def paths(verdict):
+    return [[node for node in row if node >= 0] for row in verdict.path.tolist()]
+
+
+def same(lazy, dense):
+    assert paths(lazy) == paths(dense)
+    assert torch.equal(lazy.accepted, dense.accepted) and lazy.accepted.tolist() == [len(path) for path in paths(lazy)]
+    assert (lazy.possible is None) == (dense.possible is None)
+    able = torch.ones_like(lazy.accepted, dtype=torch.bool) if lazy.possible is None else lazy.possible
+    assert lazy.possible is None or torch.equal(able, dense.possible)
+    assert torch.equal(lazy.next_token[able], dense.next_token[able])
+
+
+def lazily(verify):
+    """The lazy form with the dense one's arguments; the scores asked for are those given."""
+
+    def run(scores, tokens, parents, q, lengths, noise):
+        scores_at = lambda nodes, rows: scores[rows, [n + 1 for n in nodes]]  # noqa: E731
+        return verify(scores_at, tokens, parents, q, lengths.tolist(), noise)
+
+    return run
+
+
+FORMS = [match_all, lazily(verify_match), ratio_all, lazily(verify_ratio)]
+
+
 def keyed_text(target, row, length, seed, stream):
     text = ()
     for n in range(length):
@@ -91,42 +117,42 @@ def test_rounds_of_trees_write_the_text_of_keyed_sampling(seed):
         batch = random_trees(turn, 3, target, texts)
         noise = None if seed is None else TreeNoise(seed, streams, [len(t) for t in texts])
         asked = Asked(target, texts, batch)
-        verdict = verify_match(asked, batch.tokens, batch.parents, batch.lengths, noise)
-        at_hand = verify_match_at_hand(
-            all_scores(target, texts, batch), batch.tokens, batch.parents, batch.lengths, noise
-        )
-        assert verdict.paths == at_hand.paths and torch.equal(verdict.next_token, at_hand.next_token)
+        given = batch.tokens, batch.parents, None
+        verdict = verify_match(asked, *given, batch.lengths, noise)
+        same(verdict, match_all(all_scores(target, texts, batch), *given, torch.tensor(batch.lengths), noise))
         assert [len(s) for s in asked.seen] == [a + 1 for a in verdict.accepted.tolist()]
         for r in range(3):
-            texts[r] += (*batch.tokens[r, verdict.paths[r]].tolist(), int(verdict.next_token[r]))
+            texts[r] += (*batch.tokens[r, paths(verdict)[r]].tolist(), int(verdict.next_token[r]))
             assert texts[r] == reference[r][: len(texts[r])]
         deepest = max(deepest, *verdict.accepted.tolist())
     assert deepest >= 3 and min(map(len, texts)) > 16
 
 
-def test_a_node_off_the_path_may_be_hopeless_but_not_one_on_it():
-    tree = trees.pad([trees.chain([1, 2], torch.zeros(2))])
-    scores = torch.zeros(1, 3, V)
-    noise = TreeNoise(0, [0], [0])
-    token = int(noise.sample(scores[:, 0], [0], 0))
+@pytest.mark.parametrize("verify", FORMS)
+def test_a_node_off_the_path_may_be_hopeless_but_not_one_on_it(verify):
+    tree, noise, scores = trees.pad([trees.chain([1, 0], torch.zeros(2))]), TreeNoise(0, [0], [0]), torch.zeros(1, 3, V)
+    scores[:, 0, 1] = 60.0  # node 0 is accepted, node 1 is not
+    scores[:, 1, 2] = 60.0
     scores[:, 2] = -torch.inf
-    off = verify_match_at_hand(scores, torch.tensor([[1 - (token == 1), 2]]), tree.parents, [2], noise)
-    assert off.paths == [[]] and off.next_token.tolist() == [token]
-    scores[:, 1] = -torch.inf
-    for verify in (verify_match_at_hand, lambda s, *rest: verify_match(lambda n, r: s[r, [x + 1 for x in n]], *rest)):
+    off = verify(scores, tree.tokens, tree.parents, None, torch.tensor([2]), noise)
+    assert paths(off) == [[0]] and off.next_token.tolist() == [2] and off.possible.tolist() == [True]
+    for bad in (torch.nan, -torch.inf):
+        scores[:, 1] = bad
+        on = verify(scores, tree.tokens, tree.parents, None, torch.tensor([2]), noise)
+        assert paths(on) == [[0]] and on.possible.tolist() == [False]
         with pytest.raises(ValueError, match="no token possible"):
-            verify(scores, torch.tensor([[token, 2]]), tree.parents, [2], noise)
+            on.read()
 
 
-@pytest.mark.parametrize("noise", [None, TreeNoise(1, [0, 1], [4, 4])])
-def test_rows_without_any_draft_get_the_targets_token(noise):
+@pytest.mark.parametrize("verify", FORMS)
+def test_rows_without_any_draft_get_the_targets_token(verify):
     scores, none = torch.randn(2, 1, V, generator=torch.Generator().manual_seed(6)), torch.zeros(2, 0, dtype=torch.long)
-    verdict = verify_match_at_hand(scores, none, none, [0, 0], noise)
-    expected = scores[:, 0].argmax(-1) if noise is None else noise.sample(scores[:, 0], [0, 1], 0)
-    assert verdict.paths == [[], []] and torch.equal(verdict.next_token, expected)
-    lazy = verify_match(lambda nodes, rows: scores[rows, 0], none, none, [0, 0], noise)
-    assert lazy.paths == [[], []] and torch.equal(lazy.next_token, expected)
-    assert lazy.accepted.tolist() == [0, 0]
+    noise, lengths = TreeNoise(1, [0, 1], [4, 4]), torch.tensor([0, 0])
+    verdict = verify(scores, none, none, None, lengths, noise)
+    assert torch.equal(verdict.next_token, noise.sample(scores[:, 0], [0, 1], 0))
+    assert paths(verdict) == [[], []] and verdict.accepted.tolist() == [0, 0] and verdict.path.shape == (2, 0)
+    if verify in FORMS[:2]:
+        assert torch.equal(verify(scores, none, none, None, lengths, None).next_token, scores[:, 0].argmax(-1))
 
 
 def chains(seed, rows=150, L=3):
@@ -144,24 +170,20 @@ def test_a_chain_is_judged_as_a_chain(kind):
     rows = len(lengths)
     keys = 3, list(range(rows)), [r % 7 for r in range(rows)]
     parents = torch.arange(-1, tokens.shape[1] - 1).expand_as(tokens)
-    in_chain, in_tree = (lambda i, rows: scores[rows, i]), (lambda nodes, rows: scores[rows, [n + 1 for n in nodes]])
-    if "ratio" in kind:
-        given = (q, lambda nodes, rows: q[rows, [n + 1 for n in nodes]]) if kind == "ratio" else (None, None)
-        flat = chain.verify_ratio(in_chain, tokens, given[0], lengths, Noise(*keys))
-        deep = verify_ratio(in_tree, tokens, parents, lengths, given[1], TreeNoise(*keys))
-    else:
-        noise = None if kind == "greedy" else Noise(*keys)
-        flat = chain.verify_match(in_chain, tokens, lengths, noise)
-        deep = verify_match(in_tree, tokens, parents, lengths, noise)
-    assert torch.equal(flat.accepted, deep.accepted) and torch.equal(flat.next_token, deep.next_token)
-    assert all(path == list(range(len(path))) for path in deep.paths)
+    noise, q = None if kind == "greedy" else Noise(*keys), q if kind == "ratio" else None
+    in_chain, of = lambda i, rows: scores[rows, i], torch.tensor(lengths)
+    flat = (chain.verify_ratio if "ratio" in kind else chain.verify_match)(in_chain, tokens, q, lengths, noise)
+    for form in FORMS[2:] if "ratio" in kind else FORMS[:2]:
+        deep = form(scores, tokens, parents, q, of, None if noise is None else TreeNoise(*keys))
+        assert torch.equal(flat.accepted, deep.accepted) and torch.equal(flat.next_token, deep.next_token)
+        assert paths(deep) == [list(range(a)) for a in flat.accepted.tolist()]
     assert len(set(flat.accepted.tolist())) == 4
 
 
 @pytest.mark.parametrize("sampled", [False, True])
-def test_rows_with_trees_are_judged_as_if_alone(sampled):
-    target, texts = Target(3), [(r,) for r in range(30)]
-    batch, q_at = random_trees(7, 30, target, texts), None
+def test_rows_with_trees_are_judged_as_if_alone_and_densely(sampled):
+    target, texts, q = Target(3), [(r,) for r in range(30)], None
+    batch = random_trees(7, 30, target, texts)
     noise = TreeNoise(5, [2 * r for r in range(30)], [r % 4 for r in range(30)])
     if sampled:
         log_q = torch.randn(4, V, generator=torch.Generator().manual_seed(2)).log_softmax(-1)
@@ -170,19 +192,18 @@ def test_rows_with_trees_are_judged_as_if_alone(sampled):
             draw = lambda law, depth, count, r=r: noise.children(law, r, depth, count)  # noqa: E731
             rows.append(trees.sampled(trees.ddtree(log_q, r % 9), log_q, draw))
         batch = trees.pad(rows)
-        depth = trees.depths(batch.parents)
-        q_at = lambda nodes, rows: log_q.exp()[depth[rows, [n + 1 for n in nodes]]]  # noqa: E731
-    asked = Asked(target, texts, batch)
-    together = verify_ratio(asked, batch.tokens, batch.parents, batch.lengths, q_at, noise)
+        q = log_q.exp()[trees.depths(batch.parents)[:, 1:] - 1]
+    asked, given = Asked(target, texts, batch), (batch.tokens, batch.parents, q)
+    together = verify_ratio(asked, *given, batch.lengths, noise)
     assert [len(s) for s in asked.seen] == [a + 1 for a in together.accepted.tolist()]
-    for r, n in enumerate(batch.lengths):
-        one = trees.pad([batch.row(r)])
-        alone = verify_ratio(
-            lambda nodes, rows: asked.target.scores(r, texts[r] + asked.found[r][nodes[0] + 1])[None],  # noqa: B023
-            one.tokens, one.parents, [n], q_at and (lambda nodes, rows: q_at(nodes, [r])),  # noqa: B023
-            TreeNoise(5, [noise.streams[r]], [noise.indices[r]]),
+    scores = all_scores(target, texts, batch)
+    same(together, ratio_all(scores, *given, torch.tensor(batch.lengths), noise))
+    for r in range(30):
+        alone = lazily(verify_ratio)(
+            scores[[r]], *(x if x is None else x[[r]] for x in given), torch.tensor(batch.lengths[r : r + 1]),
+            TreeNoise(5, noise.streams[[r]], noise.indices[[r]]),
         )  # fmt: skip
-        assert alone.paths == [together.paths[r]] and alone.next_token[0] == together.next_token[r]
+        assert paths(alone) == [paths(together)[r]] and alone.next_token[0] == together.next_token[r]
     assert {0, 1, 2} <= set(together.accepted.tolist())
 
 
@@ -191,6 +212,11 @@ def test_siblings_and_cousins_have_noise_of_their_own():
     coins = torch.stack([noise.coin([0, 1], i, "cpu", slot) for i in range(3) for slot in range(4)])
     assert len(coins.flatten().unique()) == 24
     assert torch.equal(noise.coin([0, 1], 2, "cpu"), Noise(1, [0, 1], [3, 3]).coin([0, 1], 2, "cpu"))
+    alone = noise.coin([0, 1], 40, "cpu", 1)  # beyond the positions that keys are made for at first
+    deep = TreeNoise(1, [0, 1], [3, 3])
+    deep.coin([0], 2, "cpu", 1)
+    deep.widen(41)
+    assert torch.equal(deep.coin(None, torch.tensor([[40]]), "cpu", 1)[:, 0], alone)
     flat = torch.zeros(50, V)
     assert len(noise.children(flat, 0, 0, V).unique(dim=0)) > 20
     later = TreeNoise(1, [0, 1], [2, 2])  # the same token, drafted in an earlier round
@@ -213,10 +239,13 @@ def test_a_node_with_every_token_as_a_child_never_rejects():
     p, q = (torch.randn(200, V, generator=generator).softmax(-1) for _ in range(2))
     noise = TreeNoise(2, list(range(200)), [0] * 200)
     order = torch.stack([noise.children(q[r].log()[None], r, 0, V)[0] for r in range(200)])
-    kids = [{token: slot for slot, token in enumerate(row)} for row in order.tolist()]
     for law in (q, None):
-        judged = verification.judge_children(p, law, kids, list(range(200)), 0, noise)
-        assert all(node is not None for node, _ in judged)
+        slots, _ = verification.judge(p, law, order, torch.ones_like(order, dtype=torch.bool), coins(noise))
+        assert (slots >= 0).all()
+
+
+def coins(noise):
+    return lambda slot: noise.coin(None, 0, "cpu", slot)
 
 
 def test_sampled_children_follow_the_target_with_real_noise():
@@ -227,12 +256,10 @@ def test_sampled_children_follow_the_target_with_real_noise():
     for stream in range(1200):
         noise = TreeNoise(3, [stream], [0])
         tree = trees.sampled(shape, log_q, lambda law, depth, count: noise.children(law, 0, depth, count))  # noqa: B023
-        verdict = verify_ratio(
-            lambda nodes, rows: p.log()[None], tree.tokens[None], tree.parents[None], [4],
-            lambda nodes, rows: log_q[:1].exp(), noise,
-        )  # fmt: skip
-        text = (*tree.tokens[verdict.paths[0]].tolist(), int(verdict.next_token[0]))
+        scores, q = p.log().expand(1, 5, V), log_q[:1].exp().expand(1, 4, V)
+        verdict = lazily(verify_ratio)(scores, tree.tokens[None], tree.parents[None], q, torch.tensor([4]), noise)
+        text = (*tree.tokens[paths(verdict)[0]].tolist(), int(verdict.next_token[0]))
         counts[text[0]] += 1
-        accepted += len(verdict.paths[0])
+        accepted += len(paths(verdict)[0])
     assert chi_square(counts, dict(enumerate(p.tolist()))) < 3.7
     assert accepted > 0.8 * 1200

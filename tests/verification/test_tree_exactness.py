@@ -112,8 +112,7 @@ def sampled_marginals(drafter, branches, shape=ddtree, keep=None, resort=False):
     if resort:
         order = sorted(range(len(tree.tokens)), key=lambda i: (len(trees.path_to(tree.parents, i)), -float(tree.scores[i])))
         tree = trees.Tree(*(torch.tensor(x) for x in zip(*resorted(tree, order))))
-    depth = trees.depths(tree.parents)
-    return tree, lambda nodes, rows: q[depth[[n + 1 for n in nodes]]]
+    return tree, q[trees.depths(tree.parents)[1:] - 1]
 
 
 def resorted(tree, order):
@@ -131,7 +130,7 @@ def sampled_dartree(drafter, branches):
         return draw(log_q, depth, count)
 
     tree = dartree(drafter, fixed=True, draw=remember)
-    return tree, lambda nodes, rows: torch.stack([laws[n + 1] for n in nodes])
+    return tree, torch.stack(laws)[tree.parents + 1]
 
 
 SAMPLED = {
@@ -141,8 +140,7 @@ SAMPLED = {
 
 def topk_with_softmax(drafter, branches):
     tree, q = ddtree(drafter), marginals(drafter)
-    depth = trees.depths(tree.parents)
-    return tree, lambda nodes, rows: q[depth[[n + 1 for n in nodes]]]
+    return tree, q[trees.depths(tree.parents)[1:] - 1]
 
 
 # ---------------------------------------------------------------------- laws
@@ -150,23 +148,21 @@ def topk_with_softmax(drafter, branches):
 
 def tree_law(build, verify, target, stop=None) -> tuple[dict, float]:
     """Exact law of the next tokens when one tree is drafted and verified and the target writes the rest; and the expected
-    number of accepted drafts. `build(branches)` gives a tree and `q_at`; `verify`: "match", "ratio" or "ratio one-hot".
+    number of accepted drafts. `build(branches)` gives a tree and q [N, V]; `verify`: "match", "ratio" or "ratio one-hot".
     """
     stops = frozenset() if stop is None else frozenset([stop])
 
     def one_round(branches):
-        tree, q_at = build(branches)
+        tree, q = build(branches)
 
         def scores_at(nodes, rows):
             return target.law(tuple(tree.tokens[trees.path_to(tree.parents, nodes[0])].tolist())).log()[None]
 
-        given = scores_at, tree.tokens[None], tree.parents[None], [len(tree.tokens)]
-        if verify == "match":
-            verdict = verify_match(*given, BranchNoise(branches))
-        else:
-            verdict = verify_ratio(*given, q_at if verify == "ratio" else None, TreeBranchNoise(branches))
-        emitted = tree.tokens[verdict.paths[0]].tolist() + verdict.next_token.tolist()
-        return tuple(commit(emitted, stops, LENGTH)[0]), len(verdict.paths[0])
+        verifier, noise = (verify_match if verify == "match" else verify_ratio), TreeBranchNoise(branches)
+        q = q[None] if verify == "ratio" else None
+        verdict = verifier(scores_at, tree.tokens[None], tree.parents[None], q, [len(tree.tokens)], noise)
+        emitted = tree.tokens[verdict.path[0]].tolist() + verdict.next_token.tolist()
+        return tuple(commit(emitted, stops, LENGTH)[0]), int(verdict.accepted[0])
 
     texts, expected = defaultdict(float), 0.0
     for weight, (text, accepted) in Branches().runs(one_round):
