@@ -19,7 +19,8 @@ class CopyDrafter:
     Args:
         memory ([`CopyMemory`], *optional*): texts of other calls and documents of your own to copy from, too.
         speculation ([`SpeculationConfig`], *optional*): default knobs of its calls. By default `copy="auto"`: copies are
-            verified where they are expected to gain time.
+            verified where they are expected to gain time; and `verification="match"`, which accepts a copy as often as the others
+            would, and makes the tokens of a `seed` independent of what is copied.
 
     Raises:
         ValueError: `speculation` without `copy`, which leaves nothing to draft.
@@ -29,7 +30,7 @@ class CopyDrafter:
     dtype = torch.float32
 
     def __init__(self, memory: CopyMemory | None = None, speculation: SpeculationConfig | None = None):
-        self.speculation = speculation or SpeculationConfig(copy="auto")
+        self.speculation = speculation or SpeculationConfig(copy="auto", verification="match")
         if self.speculation.copy is None:
             raise ValueError(
                 "CopyDrafter got a speculation with copy=None, and copies are all it drafts: set copy='auto', or a number of "

@@ -210,6 +210,18 @@ def test_num_return_sequences_are_keyed_sampling_row_by_row(llama):
     assert 0 < accepted < verified
 
 
+def test_a_seed_gives_the_same_sample_whatever_is_copied(llama):
+    texts = []
+    for memory in (None, remembered(llama.texts), remembered(llama.texts[:1])):
+        drafter = CopyDrafter(memory)
+        knobs = replace(drafter.speculation, seed=5)
+        out = llama.target.generate(
+            llama.prompts[0][None], assistant_model=drafter, do_sample=True, max_new_tokens=tiny.NEW, speculation=knobs
+        )
+        texts.append(out[0].tolist())
+    assert texts[0] == texts[1] == texts[2] != llama.texts[0]
+
+
 def test_a_target_of_learned_positions_is_filled_to_the_last_one():
     target = tiny.make_target("gpt2", max_position_embeddings=20)
     prompt = torch.tensor([4, 5, 6, 7])
