@@ -123,6 +123,17 @@ class TargetCache(Cache):
         new.draft = None if self.draft is None else self.draft.select(index)
         return new
 
+    def first(self, row: int, count: int, draft=None) -> "TargetCache":
+        """A copy of the first `count` tokens of a row, and of what `draft`, the drafter's context of our rows, has of them."""
+        index = torch.tensor([row])
+        new = self._with([layer.buffer.select(index, count) for layer in self.layers], index)
+        new.lengths, new.draft = torch.tensor([count]), None
+        if draft is not None and 0 <= count - int(draft.first[row]) <= int(draft.lengths[row]):
+            read = count - int(draft.first[row])
+            new.draft = draft.select(index, read)
+            new.draft.lengths = torch.tensor([read])
+        return new
+
     def share(self) -> "TargetCache":
         """The same entries under a second count: what this cache holds stays as it is, whatever becomes of the other."""
         new = self._with([layer.buffer.share() for layer in self.layers], torch.arange(len(self.lengths)))
@@ -131,9 +142,10 @@ class TargetCache(Cache):
 
     def keep(self, order: list[int]) -> None:
         """Let row i be what row `order[i]` was, and the rest go; see [`RaggedBuffer.keep`]."""
+        self.lengths = self.lengths[torch.tensor(order, dtype=torch.long)]
         for layer in self.layers:
             layer.buffer.keep(order)
-        self.lengths = self.lengths[torch.tensor(order, dtype=torch.long)]
+            layer.buffer.shrink(int(self.lengths.max()))
 
     def append(self, other: "TargetCache") -> None:
         """Admit another cache's rows below ours."""

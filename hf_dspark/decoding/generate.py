@@ -281,7 +281,7 @@ def _run(target, drafter, tap, speculation, input_ids, mask, processors, criteri
     if policy is None and ("auto" in (speculation.scheduler, speculation.loop_gate, speculation.copy)):
         policy = policy_for(drafter, target, speculation)
     loop = DecodeLoop(model, drafter, speculation, policy, observer, config.prefill_chunk_size, keep_cache)
-    loop.admit(requests, None if given is None else from_user_cache(model.config, given, mask.bool()))
+    loop.admit(requests, lambda: None if given is None else from_user_cache(model.config, given, mask.bool()))
     new: list[list[int]] = [[] for _ in requests]
     while loop.active:
         for commit in loop.step():

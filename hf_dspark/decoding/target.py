@@ -2,6 +2,7 @@
 
 import inspect
 import math
+from functools import cached_property
 from threading import get_ident
 
 import torch
@@ -114,6 +115,14 @@ class Target:
         parameters = inspect.signature(model.forward).parameters
         self.cache_name = "cache" if "cache" in parameters else "past_key_values"
         self.keeps_logits = "logits_to_keep" in parameters
+
+    @cached_property
+    def places(self) -> int | None:
+        """Positions that a target with learned position embeddings has; None where positions are computed."""
+        limit, words = getattr(self.config, "max_position_embeddings", None) or 0, self.model.get_input_embeddings()
+        tables = [m for m in self.model.get_decoder().modules() if isinstance(m, torch.nn.Embedding) and m is not words]
+        sizes = [m.num_embeddings for m in tables if limit <= m.num_embeddings <= limit + 8]  # a few have an offset
+        return limit if sizes else None
 
     def room(self, n: int) -> float:
         """Drafts that fit behind `n` tokens before the target's last position; unlimited where the text is past it already."""
