@@ -19,7 +19,8 @@ class Prefill:
         begin: gives the requests' [`Batch`] when the reading begins; its cache may hold some of their first tokens.
     """
 
-    MANY_ENDS = 8  # logits are made at every column where some row ends: from here on the last tokens get a forward of their own
+    # Logits are made at every column where some row ends; from so many on, the last tokens get a forward of their own.
+    MANY_ENDS = 8
 
     def __init__(self, target: Target, requests: list[Request], chunk: int | None, begin: Callable[[], Batch]):
         self.target, self.requests, self.chunk, self.begin = target, requests, chunk, begin
@@ -35,8 +36,8 @@ class Prefill:
         rest = self.ends - past
         if (rest < 1).any():
             raise ValueError(
-                f"past_key_values already holds {past.tolist()} tokens of prompts of {self.ends.tolist()}, which leaves nothing "
-                "to feed: pass input_ids that go on at least one token beyond the cache."
+                f"past_key_values already holds {past.tolist()} tokens of prompts of {self.ends.tolist()}, which leaves "
+                "nothing to feed: pass input_ids that go on at least one token beyond the cache."
             )
         last_alone = rows > 1 and len(rest.unique()) > self.MANY_ENDS
         body = rest - 1 if last_alone else rest

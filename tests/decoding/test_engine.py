@@ -11,6 +11,8 @@ from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 
 from hf_dspark import CopyDrafter, SpeculationConfig
 from hf_dspark.decoding.engine import EngineRequest, SpeculativeEngine
+from hf_dspark.decoding.prefill import Prefill
+from hf_dspark.modeling.draft_cache import BUCKET
 
 DRAFTERS = {"block": tiny.make_drafter, "chain": tiny.make_eagle3, "copy": lambda target: CopyDrafter()}
 SAMPLED = dict(do_sample=True, temperature=1.3, top_k=20)
@@ -167,9 +169,7 @@ class reading:
         self.read = read
 
     def __enter__(self):
-        from hf_dspark.decoding.prefill import Prefill
-
-        self.cls, self.original = Prefill, Prefill.advance
+        self.original = Prefill.advance
 
         def advance(prefill):
             out, begin, end = self.original(prefill)
@@ -179,7 +179,7 @@ class reading:
         Prefill.advance = advance
 
     def __exit__(self, *exc):
-        self.cls.advance = self.original
+        Prefill.advance = self.original
 
 
 @pytest.mark.parametrize("kind", ["block", "chain"])
@@ -224,7 +224,7 @@ def held(engine) -> int:
 
 @pytest.mark.parametrize("shared", [None, 8])
 def test_the_cache_stays_within_its_bound(target, shared):
-    drafter, bound, most, rows = tiny.make_drafter(target), 420, [], []
+    drafter, bound, most, rows, needed = tiny.make_drafter(target), 420, [], [], []
     rng = random.Random(2)
     requests = [
         EngineRequest(input_ids=t, options=dict(max_new_tokens=rng.choice([2, 60])))
@@ -234,13 +234,14 @@ def test_the_cache_stays_within_its_bound(target, shared):
     def observe(event):
         most.append(held(engine))
         rows.append(len(event.commits))
+        sizes = [len(w.request.prompt) + w.request.budget for w in engine._rows.values()]
+        needed.append(len(sizes) * max(sizes) + (len(engine._prefix[0]) if engine._prefix else 0))
 
     engine = SpeculativeEngine(target, drafter, max_rows=6, max_tokens=bound, shared_prefix=shared, observer=observe)
     results = engine.generate(requests)
     assert [r.error for r in results] == [None] * 24
-    from hf_dspark.modeling.draft_cache import BUCKET
-
-    assert max(most) <= 2 * bound + 6 * 2 * BUCKET and max(rows) > 2
+    assert max(most) <= 2 * bound + 6 * 2 * BUCKET and max(rows) > 2 and max(needed) <= bound
+    assert bool(engine._rows) is False and any(n > bound / 2 for n in needed)
 
 
 def test_a_request_that_can_never_fit_is_refused(target):
@@ -345,8 +346,6 @@ def test_cancels_of_rows_at_work_in_prefill_and_waiting(target):
 
 
 def test_a_fault_of_a_prompt_is_its_own(target, monkeypatch):
-    from hf_dspark.decoding.prefill import Prefill
-
     drafter, original = tiny.make_drafter(target), Prefill.advance
 
     def advance(prefill):
