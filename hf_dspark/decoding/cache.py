@@ -22,10 +22,12 @@ LOOPED = (
 
 @dataclass
 class Fill:
-    """How far each row of a cache is filled, and where the next tokens go: shared by all layers, owned by none of them."""
+    """How far each row of a cache is filled, and where the next tokens go, by `layout` where they come as one flat sequence:
+    shared by all layers, owned by none of them."""
 
     lengths: torch.Tensor
     slots: Slots | None = None
+    layout: object = None
 
 
 class RaggedLayer(CacheLayerMixin):
@@ -52,6 +54,8 @@ class RaggedLayer(CacheLayerMixin):
         if self.written is slots:
             raise ValueError(LOOPED)
         self.written = slots
+        if self.fill.layout is not None:
+            key_states, value_states = self.fill.layout.heads(key_states), self.fill.layout.heads(value_states)
         return self.buffer.write(key_states, value_states, slots)
 
     def get_seq_length(self) -> int:
@@ -98,7 +102,7 @@ class TargetCache(Cache):
 
     def settle(self) -> None:
         """Aim nowhere: whoever updates now hasn't said where."""
-        self.fill.slots = None
+        self.fill.slots = self.fill.layout = None
         for layer in self.layers:
             layer.written = None
 
@@ -260,15 +264,15 @@ def from_user_cache(config, cache, keep: torch.Tensor) -> TargetCache:
     return new
 
 
-def attention_masks(model, config, slots: Slots, device):
-    """What to pass as `attention_mask` for queries at `slots`: None while all rows have one length, else 4D masks.
+def attention_masks(model, config, slots: Slots, device, always: bool = False):
+    """What to pass as `attention_mask` for queries at `slots`: None while all rows have one length, else (or `always`) 4D masks.
 
     With layer types the model wants a dict, exactly where `generate` itself would build one.
 
     Raises:
         ValueError: for attention kernels that take no 4D mask.
     """
-    if slots.uniform:
+    if slots.uniform and not always:
         return None
     kernel = model.config._attn_implementation
     if kernel not in ("sdpa", "eager"):

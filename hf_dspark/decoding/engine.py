@@ -284,8 +284,8 @@ class SpeculativeEngine:
         size = self.target.get_input_embeddings().num_embeddings
         if int(ids.min()) < 0 or int(ids.max()) >= size:
             raise ValueError(
-                f"input_ids has ids from {int(ids.min())} to {int(ids.max())}, and the target knows those from 0 to {size - 1}: use "
-                " its own tokenizer."
+                f"input_ids holds {int(ids.min())} to {int(ids.max())}, and the target knows those from 0 to {size - 1}: "
+                "use its own tokenizer."
             )
         return ids.to(self.target.device, torch.long)[None]
 

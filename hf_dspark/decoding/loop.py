@@ -172,7 +172,8 @@ class DecodeLoop:
         width = max(verified) + 1
         fed = torch.cat([batch.anchors[:, None], draft.tokens[:, : width - 1]], 1)
         ends = [n + length for n, length in zip(batch.lengths, verified)]
-        out = self.target.forward(fed, batch.cache, ends, **batch.rows[0].outputs.flags)
+        widths, flags = [1 + n for n in verified], batch.rows[0].outputs.flags
+        out = self.target.forward(fed, batch.cache, ends, widths=None if flags else widths, **flags)
         commits, new, accepted = self._commit(batch, context.sampling, draft, verified, out.logits.to(batch.device), clock)
         batch.rows[0].outputs.add_states(out, len(commits[0].tokens), int(batch.cache.lengths[0]))
         clock.lap()

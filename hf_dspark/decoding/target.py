@@ -2,12 +2,15 @@
 
 import inspect
 import math
+from contextlib import suppress
 from functools import cached_property
 from threading import get_ident
 
 import torch
 
+from . import packed as packed_path
 from .cache import LOOPED, TargetCache, attention_masks
+from .packed import Layout
 
 # What generate() prepares by itself; anything else is an input this loop doesn't know how to continue.
 KNOWN_INPUTS = {
@@ -61,6 +64,7 @@ class FeatureTap:
         self.layer_ids = list(layer_ids)
         self.layers = decoder_layers(target) if self.layer_ids else []
         self.shape = (0, 0)  # of the ids of the last forward
+        self.layout: Layout | None = None  # of the last forward, where that was packed
         self.captured: dict[int, torch.Tensor] = {}
         self.handles: list = []
 
@@ -103,7 +107,8 @@ class FeatureTap:
                     "read one: generate without assistant_model."
                 )
         device = device or parts[0].device
-        return torch.cat([p.to(device) for p in parts], -1)
+        features = torch.cat([p.to(device) for p in parts], -1)
+        return features if self.layout is None else self.layout.rows(features)
 
 
 class Target:
@@ -115,6 +120,7 @@ class Target:
         parameters = inspect.signature(model.forward).parameters
         self.cache_name = "cache" if "cache" in parameters else "past_key_values"
         self.keeps_logits = "logits_to_keep" in parameters
+        self.fed = 0
 
     @cached_property
     def places(self) -> int | None:
@@ -132,19 +138,55 @@ class Target:
     def new_cache(self, rows: int) -> TargetCache:
         return TargetCache(self.config, rows)
 
-    def forward(self, ids: torch.Tensor, cache: TargetCache, ends, keep: torch.Tensor | int = 0, **outputs):
+    def forward(self, ids: torch.Tensor, cache: TargetCache, ends, keep=0, widths: list[int] | None = None, **outputs):
         """One forward over `ids` [A, T] at each row's next slots; the cache counts nothing until `advance`.
 
         `ends` [A]: where each row's real tokens end; what lies behind is filling, and learned positions may not reach so far.
-        `keep`: positions [n] whose logits are wanted, or 0 for all. `outputs`: flags such as `output_attentions`.
-        Returns the model's output, with logits [A, n or T, V], and leaves the features in `self.tap`.
+        `keep`: positions [n] whose logits are wanted, or 0 for all. `widths` [A]: of each row, the tokens that matter; the
+        others' logits and features are of no use. `outputs`: flags such as `output_attentions`.
+        Returns the model's output, with logits [A, n or T, V], and leaves the features in `self.tap`; `self.fed` tokens were
+        computed.
         """
-        slots, self.tap.shape = cache.place(ids.shape[1]), tuple(ids.shape)
-        last = torch.as_tensor(ends, device=self.device)[:, None] - 1
+        layout, agrees, packed = None, False, None
+        if widths is not None and sum(widths) < ids.numel():
+            layout, agrees = Layout(widths), packed_path.agrees(self.model)
+        if agrees:
+            return self._packed(ids, cache, ends, layout)
+        if agrees is None:
+            with suppress(Exception):
+                packed = self._packed(ids, cache, ends, layout).logits
+        out = self._padded(ids, cache, ends, keep, **outputs)
+        if agrees is None:
+            packed_path.compare(self.model, layout, out.logits, packed)
+        return out
+
+    def _padded(self, ids, cache, ends, keep, **outputs):
+        slots, last = self._place(ids, cache), torch.as_tensor(ends, device=self.device)[:, None] - 1
+        positions = torch.minimum(slots.index(self.device), last)
+        masks = attention_masks(self.model, self.config, slots, self.device)
+        out = self._call(cache, ids, positions, masks, keep, outputs)
+        if not self.keeps_logits and not isinstance(keep, int):
+            out.logits = out.logits[:, keep]
+        return out
+
+    def _packed(self, ids, cache, ends, layout: Layout):
+        slots, self.tap.layout = self._place(ids, cache), layout
+        cache.fill.layout, self.fed = layout, layout.total
+        masks = attention_masks(self.model, self.config, slots, self.device, always=True)
+        with packed_path.packing(self.config, layout):
+            out = self._call(cache, layout.flat(ids), layout.flat(slots.index(ids.device)), masks, 0, {})
+        out.logits = layout.rows(out.logits)
+        return out
+
+    def _place(self, ids, cache: TargetCache):
+        self.tap.shape, self.tap.layout, self.fed = tuple(ids.shape), None, ids.numel()
+        return cache.place(ids.shape[1])
+
+    def _call(self, cache: TargetCache, ids, positions, masks, keep, outputs: dict):
         inputs = {
             "input_ids": ids.to(self.device),
-            "position_ids": torch.minimum(slots.index(self.device), last),
-            "attention_mask": attention_masks(self.model, self.config, slots, self.device),
+            "position_ids": positions.to(self.device),
+            "attention_mask": masks,
             self.cache_name: cache,
             "use_cache": True,
             **outputs,
@@ -158,8 +200,6 @@ class Target:
             cache.settle()
         if len(cache.layers) != self.config.num_hidden_layers:
             raise ValueError(LOOPED)
-        if not self.keeps_logits and not isinstance(keep, int):
-            out.logits = out.logits[:, keep]
         return out
 
 
