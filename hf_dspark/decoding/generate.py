@@ -321,10 +321,12 @@ def _run(target, drafter, tap, speculation, input_ids, mask, processors, criteri
     if policy is None and (speculation.measures):
         policy = policy_for(drafter, target, speculation)
     loop = DecodeLoop(model, drafter, speculation, policy, observer, config.prefill_chunk_size, keep_cache)
-    cache = None if given is None else from_user_cache(model.config, given, mask.bool())
-    past = [0] * len(requests) if cache is None else cache.lengths.tolist()
+    past, cache = [0] * len(requests), None
+    if given is not None:
+        cache = from_user_cache(model.config, given, mask.bool())
+        past = cache.lengths.tolist()
     _check_lengths(target, past, requests, config.prefill_chunk_size)
-    loop.admit(requests, cache)
+    loop.admit(requests, lambda: cache)
     new: list[list[int]] = [[] for _ in requests]
     while loop.active:
         for commit in loop.step():

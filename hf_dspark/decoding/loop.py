@@ -80,33 +80,38 @@ class DecodeLoop:
     @property
     def active(self) -> int:
         """Rows at work, those whose prompts are still being read included."""
-        return len(self.batch.rows) + sum(len(p.batch.rows) for p in self.coming)
+        return len(self.batch.rows) + sum(len(p.requests) for p in self.coming)
 
-    def admit(self, requests: list[Request], cache: TargetCache | None = None) -> None:
-        """Let rows in; the next steps read their prompts. `cache` may hold their first tokens already.
-
-        Raises:
-            ValueError: the cache leaves nothing to read.
-        """
-        flags = requests[0].outputs.flags
-        self.coming.append(Prefill(self.target, self._batch(requests, cache), self.prefill_chunk, flags))
+    def admit(self, requests: list[Request], cache: Callable[[], TargetCache | None] = lambda: None) -> None:
+        """Let rows in; the next steps read their prompts. When their turn comes, `cache()` may give a cache that holds their
+        first tokens already."""
+        self.coming.append(Prefill(self.target, requests, self.prefill_chunk, lambda: self._batch(requests, cache())))
 
     def cancel(self, key) -> bool:
-        """Take the row of this key out, wherever it is; whether there was one."""
-        for batch in (self.batch, *(p.batch for p in self.coming)):
-            rows = [i for i, row in enumerate(batch.rows) if row.request.key == key]
-            if rows and batch is self.batch:
-                batch.retire(rows)
-            for i in rows if batch is not self.batch else ():
-                batch.rows[i].error = Cancelled(f"request {key!r} was cancelled")  # it leaves once the prompts are read
-            if rows:
-                return True
+        """Take the row of this key out; whether there was one. One whose prompt is read together with others' leaves, with an
+        error, when they are read."""
+        rows = [i for i, row in enumerate(self.batch.rows) if row.request.key == key]
+        if rows:
+            self.batch.retire(rows)
+            return True
+        for prefill in self.coming:
+            rows = [i for i, request in enumerate(prefill.requests) if request.key == key]
+            if not rows:
+                continue
+            prefill.cancelled[rows[0]] = Cancelled(f"request {key!r} was cancelled")
+            if len(prefill.cancelled) == len(prefill.requests):
+                self.coming.remove(prefill)
+            return True
         return False
 
+    @torch.no_grad()
     def step(self) -> list[Commit]:
-        """Read a chunk of the prompts that wait, and run a round of the rows that were at work; what became output."""
-        rows_at_work = bool(self.batch.rows)
-        commits = self._read_prompts() if self.coming else []
+        """Read prompts that wait, `prefill_chunk` tokens of them, and run a round of the rows that were at work; what became
+        output."""
+        rows_at_work, read, commits = bool(self.batch.rows), 0, []
+        while self.coming and (self.prefill_chunk is None or read < self.prefill_chunk):
+            more, tokens = self._read_prompts()
+            commits, read = commits + more, read + tokens
         if rows_at_work:
             commits += self._round()
         return commits
@@ -140,11 +145,16 @@ class DecodeLoop:
         proposer = Proposer(self.drafter, self.speculation, cache.lengths, carried, gate, estimate)
         return Batch(requests, cache, proposer, self.target.device, copying=shortest_match(self.speculation.copy))
 
-    def _read_prompts(self) -> list[Commit]:
-        """A chunk of the first prompts that wait; once they are read, their rows have a first token and join the others."""
+    def _read_prompts(self) -> tuple[list[Commit], int]:
+        """A chunk of the first prompts that wait; once they are read, their rows have a first token and join the others. What
+        became output, and the tokens read. What goes wrong is these rows' own affair."""
         began, prefill = time.perf_counter(), self.coming[0]
+        try:
+            out, begin, end = prefill.advance()
+        except Exception as error:
+            self.coming.pop(0)
+            return [Commit(request.key, [], "error", error) for request in prefill.requests], 1
         batch = prefill.batch
-        out, begin, end = prefill.advance()
         batch.rows[0].outputs.add_states(out, end - begin, begin)
         commits = []
         if not prefill.windows:
@@ -156,7 +166,7 @@ class DecodeLoop:
             self._retire(batch, commits)
             self.batch.admit(batch)
         self.seconds.prefill += time.perf_counter() - began
-        return commits
+        return commits, (end - begin) * len(prefill.requests)
 
     # ------------------------------------------------------------------ a round
 
@@ -170,7 +180,8 @@ class DecodeLoop:
         ends = [n + length for n, length in zip(batch.lengths, verified)]
         self.target.restart(batch.ids, batch.cache, batch.lengths)
         tree = None if draft.parents is None else ancestors(draft.parents[:, : width - 1])
-        out = self.target.forward(fed, batch.cache, ends, tree=tree, **batch.rows[0].outputs.flags)
+        widths, flags = [1 + n for n in verified], batch.rows[0].outputs.flags
+        out = self.target.forward(fed, batch.cache, ends, widths=None if flags else widths, tree=tree, **flags)
         commits, new, judged = self._commit(batch, context.sampling, draft, verified, out.logits.to(batch.device), clock)
         batch.rows[0].outputs.add_states(out, len(commits[0].tokens), int(batch.cache.lengths[0]))
         clock.lap()

@@ -2,11 +2,15 @@
 
 import inspect
 import math
+from contextlib import suppress
+from functools import cached_property
 from threading import get_ident
 
 import torch
 
+from . import packed as packed_path
 from .cache import LOOPED, TargetCache, attention_masks
+from .packed import Layout
 from .preparation import check_preparation, draft_room, position_limits, recomputes
 
 # What generate() prepares by itself; anything else is an input this loop doesn't know how to continue.
@@ -64,6 +68,7 @@ class FeatureTap:
         self.layers = decoder_layers(target) if self.layer_ids else []
         self.decoder = target.get_decoder()
         self.shape = (0, 0)  # of the ids of the last forward
+        self.layout: Layout | None = None  # of the last forward, where that was packed
         self.captured: dict[int, torch.Tensor] = {}
         self.handles: list = []
 
@@ -107,7 +112,8 @@ class FeatureTap:
                     "read one: generate without assistant_model."
                 )
         device = device or parts[0].device
-        return torch.cat([p.to(device) for p in parts], -1)
+        features = torch.cat([p.to(device) for p in parts], -1)
+        return features if self.layout is None else self.layout.rows(features)
 
 
 class Target:
@@ -120,6 +126,7 @@ class Target:
         self.cache_name = "cache" if "cache" in parameters else "past_key_values"
         self.keeps_logits = "logits_to_keep" in parameters
         self.limits = position_limits(self.config)
+        self.fed = 0
         self.restarts = [limit.at + 1 for limit in self.limits if recomputes(model, limit)]
 
     def draft_room(self, length: int) -> float:
@@ -136,6 +143,14 @@ class Target:
             self.forward(ids[:, : lengths[0]], cache, lengths, torch.tensor([lengths[0] - 1], device=self.device))
             cache.lengths = torch.tensor(lengths) - 1
 
+    @cached_property
+    def places(self) -> int | None:
+        """Positions that a target with learned position embeddings has; None where positions are computed."""
+        limit, words = getattr(self.config, "max_position_embeddings", None) or 0, self.model.get_input_embeddings()
+        tables = [m for m in self.model.get_decoder().modules() if isinstance(m, torch.nn.Embedding) and m is not words]
+        sizes = [m.num_embeddings for m in tables if limit <= m.num_embeddings <= limit + 8]  # a few have an offset
+        return limit if sizes else None
+
     def room(self, n: int) -> float:
         """Drafts that fit behind `n` tokens before the target's last position; unlimited where the text is past it already."""
         limit = getattr(self.config, "max_position_embeddings", None) or 0
@@ -149,22 +164,58 @@ class Target:
     def new_cache(self, rows: int) -> TargetCache:
         return TargetCache(self.config, rows)
 
-    def forward(self, ids: torch.Tensor, cache: TargetCache, ends, keep: torch.Tensor | int = 0, tree=None, **outputs):
+    def forward(self, ids: torch.Tensor, cache: TargetCache, ends, keep=0, widths: list[int] | None = None, tree=None, **outputs):
         """One forward over `ids` [A, T] at each row's next slots; the cache counts nothing until `advance`.
 
         `ends` [A]: where each row's real tokens end; what lies behind is filling, and learned positions may not reach so far.
-        `keep`: positions [n] whose logits are wanted, or 0 for all. `tree` bool [A, T, T]: which of the tokens each one sees,
-        where they aren't a chain; see [`ancestors`]. `outputs`: flags such as `output_attentions`.
-        Returns the model's output, with logits [A, n or T, V], and leaves the features in `self.tap`.
+        `keep`: positions [n] whose logits are wanted, or 0 for all. `widths` [A]: of each row, the tokens that matter; the
+        others' logits and features are of no use. `tree` bool [A, T, T]: which of the tokens each one sees, where they aren't a
+        chain; see [`ancestors`]. `outputs`: flags such as `output_attentions`.
+        Returns the model's output, with logits [A, n or T, V], and leaves the features in `self.tap`; `self.fed` tokens were
+        computed.
         """
-        slots = cache.place(ids.shape[1])
+        layout, agrees, packed = None, False, None
+        if widths is not None and tree is None and sum(widths) < ids.numel():
+            layout, agrees = Layout(widths), packed_path.agrees(self.model)
+        if agrees:
+            return self._packed(ids, cache, ends, layout)
+        if agrees is None:
+            with suppress(Exception):
+                packed = self._packed(ids, cache, ends, layout).logits
+        out = self._padded(ids, cache, ends, keep, tree, **outputs)
+        if agrees is None:
+            packed_path.compare(self.model, layout, out.logits, packed)
+        return out
+
+    def _padded(self, ids, cache, ends, keep, tree, **outputs):
+        slots, last = self._place(ids, cache), torch.as_tensor(ends, device=self.device)[:, None] - 1
+        positions = torch.minimum(self._positions(slots, tree), last)
+        masks = attention_masks(self.model, self.config, slots, self.device, tree)
+        out = self._call(cache, ids, positions, masks, keep, outputs)
+        if not self.keeps_logits and not isinstance(keep, int):
+            out.logits = out.logits[:, keep]
+        return out
+
+    def _packed(self, ids, cache, ends, layout: Layout):
+        slots, self.tap.layout = self._place(ids, cache), layout
+        cache.fill.layout, self.fed = layout, layout.total
+        masks = attention_masks(self.model, self.config, slots, self.device, always=True)
+        with packed_path.packing(self.config, layout):
+            out = self._call(cache, layout.flat(ids), layout.flat(slots.index(ids.device)), masks, 0, {})
+        out.logits = layout.rows(out.logits)
+        return out
+
+    def _place(self, ids, cache: TargetCache):
+        self.fed = ids.numel()
         if self.tap is not None:
-            self.tap.shape = tuple(ids.shape)
-        last = torch.as_tensor(ends, device=self.device)[:, None] - 1
+            self.tap.shape, self.tap.layout = tuple(ids.shape), None
+        return cache.place(ids.shape[1])
+
+    def _call(self, cache: TargetCache, ids, positions, masks, keep, outputs: dict):
         inputs = {
             "input_ids": ids.to(self.device),
-            "position_ids": torch.minimum(self._positions(slots, tree), last),
-            "attention_mask": attention_masks(self.model, self.config, slots, self.device, tree),
+            "position_ids": positions.to(self.device),
+            "attention_mask": masks,
             self.cache_name: cache,
             "use_cache": True,
             **outputs,
@@ -178,8 +229,6 @@ class Target:
             cache.settle()
         if len(cache.layers) != self.config.num_hidden_layers:
             raise ValueError(LOOPED)
-        if not self.keeps_logits and not isinstance(keep, int):
-            out.logits = out.logits[:, keep]
         return out
 
 
