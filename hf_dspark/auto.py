@@ -1,6 +1,7 @@
 """`AutoDrafter`: any published drafter checkpoint, local or on the Hub, as one of ours."""
 
 from difflib import get_close_matches
+from os import PathLike
 
 import torch
 from transformers import AutoConfig, AutoModel
@@ -13,6 +14,7 @@ from .hub.checkpoint import Checkpoint
 from .hub.formats import detect
 from .hub.heads import heads_of, import_heads
 from .hub.importer import BORROWED, import_drafter
+from .names import EMBEDDED
 
 OWN = {cls.config_class.model_type: cls for cls in (DSparkDrafter, Eagle3Drafter, MTPDrafter, AssistantDrafter)}
 for model_type, drafter_class in OWN.items():
@@ -62,6 +64,7 @@ class AutoDrafter:
             came from.
 
         Raises:
+            TypeError: `target` is no loaded model, or an override is no field of a drafter's config.
             OSError: nothing there, or the Hub can't be reached.
             ValueError: an unsupported format, a config that contradicts itself or the tensors, a target of other
                 sizes, or a tensor that is missing, unknown or of another shape.
@@ -74,6 +77,7 @@ class AutoDrafter:
             "force_download": force_download,
         }
         _check_fields(overrides)
+        _check_loaded(target)
         checkpoint = Checkpoint.open(repo_or_path, subfolder=subfolder, **hub)
         load = {"dtype": dtype or getattr(target, "dtype", None)}
         if isinstance(device_map, dict) or device_map in ("auto", "balanced", "sequential"):
@@ -136,6 +140,16 @@ def _check_fields(overrides):
             f"AutoDrafter.from_pretrained got {name!r}, which is no field of a drafter's config"
             + (f": did you mean {close[0]!r}?" if close else f": known are {', '.join(sorted(known))}.")
         )
+
+
+def _check_loaded(target):
+    if target is None or hasattr(target, "config") and hasattr(target, "get_input_embeddings"):
+        return
+    if isinstance(target, str | PathLike):
+        load = "load_smollm2()[0] (from hf_dspark.embedded)" if target == EMBEDDED else None
+        load = load or f"AutoModelForCausalLM.from_pretrained({str(target)!r})"
+        raise TypeError(f"target={str(target)!r} is a name, and a drafter is bound to a loaded model: pass target={load}.")
+    raise TypeError(f"target is a {type(target).__name__}, and a drafter is bound to a loaded model: pass the model itself.")
 
 
 def _load_own(checkpoint, target, load, overrides, **hub):

@@ -2,10 +2,31 @@
 
 from dataclasses import asdict, dataclass, fields
 from difflib import get_close_matches
+from numbers import Integral, Real
 
 VERIFICATIONS = ("ratio", "block", "match")
 ENGINES = ("own", "stock")
 TREES = (None, "ddtree", "dartree", "eagle2", "jetspec", "auto")
+
+
+def _check_whole(name, value, lowest, remedy):
+    """Refuse what is no whole number of at least `lowest`; None passes where it is the default."""
+    default = SpeculationConfig.__dataclass_fields__[name].default
+    if value is None and default is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise ValueError(f"{name}={value!r} is a {type(value).__name__}, and only whole numbers make sense: set {remedy}.")
+    if lowest is not None and value < lowest:
+        kind = "negative" if value < 0 else "too small"
+        raise ValueError(f"{name}={value} is {kind}, and the least is {lowest}: set {remedy}.")
+
+
+def _check_number(name, value, lowest, highest, remedy):
+    """Refuse what is no number, nan, or outside [lowest, highest]."""
+    if isinstance(value, bool) or not isinstance(value, Real) or value != value:
+        raise ValueError(f"{name}={value!r} is no number: set {remedy}.")
+    if lowest is not None and not lowest <= value <= highest:
+        raise ValueError(f"{name}={value!r} is outside [{lowest:g}, {highest:g}]: set {remedy}.")
 
 
 @dataclass
@@ -64,15 +85,16 @@ class SpeculationConfig:
         return super().__new__(cls)
 
     def __post_init__(self):
-        if self.num_draft_tokens is not None and self.num_draft_tokens < 0:
-            raise ValueError(
-                f"num_draft_tokens={self.num_draft_tokens} is negative, and a block can't have fewer than 0 drafts: "
-                "set a positive number, 0 for plain decoding, or None for the drafter's trained length."
-            )
-        if not 0.0 <= self.confidence_threshold <= 1.0:
-            raise ValueError(
-                f"confidence_threshold={self.confidence_threshold} is no probability: set a number in [0, 1], 0 to disable."
-            )
+        for name, lowest, remedy in (
+            ("num_draft_tokens", 0, "a positive number, 0 for plain decoding, or None for the drafter's trained length"),
+            ("max_draft_stages", 1, "at least 1"),
+            ("tree_budget", 1, "a number of nodes, or None to let the measured costs decide"),
+            ("seed", None, "a whole number, or None to follow set_seed"),
+        ):
+            _check_whole(name, getattr(self, name), lowest, remedy)
+        _check_number("confidence_threshold", self.confidence_threshold, 0.0, 1.0, "a probability in [0, 1], 0 to disable")
+        if self.loop_gate not in (None, "auto"):
+            _check_number("loop_gate", self.loop_gate, None, None, "a log-probability such as -0.5, 'auto' or None")
         for name, value, allowed in (
             ("verification", self.verification, VERIFICATIONS),
             ("engine", self.engine, ENGINES),
@@ -81,16 +103,10 @@ class SpeculationConfig:
         ):
             if value not in allowed:
                 raise ValueError(f"{name}={value!r} is unknown: set one of {allowed}.")
-        if isinstance(self.loop_gate, str) and self.loop_gate != "auto":
-            raise ValueError(f"loop_gate={self.loop_gate!r} is unknown: set a log-probability such as -0.5, 'auto' or None.")
-        if self.copy not in (None, "auto") and (type(self.copy) is not int or self.copy < 1):
-            raise ValueError(f"copy={self.copy!r} is no number of tokens: set 'auto', at least 1, or None for no copies.")
-        if self.tree_budget is not None and (type(self.tree_budget) is not int or self.tree_budget < 1):
-            raise ValueError(f"tree_budget={self.tree_budget!r} is no number of nodes: set at least 1, or None.")
+        if self.copy not in (None, "auto"):
+            _check_whole("copy", self.copy, 1, "'auto', a number of tokens, or None for no copies")
         if self.tree is not None and self.verification == "block":
             raise ValueError("verification='block' judges chains only: set verification='ratio' or 'match' with a tree.")
-        if self.max_draft_stages < 1:
-            raise ValueError(f"max_draft_stages={self.max_draft_stages} drafts nothing: set at least 1.")
 
     @property
     def measures(self) -> bool:

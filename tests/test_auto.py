@@ -117,6 +117,20 @@ def test_the_drafter_comes_back_bound_in_eval_mode_and_knows_where_its_tensors_c
     assert reduced.sources["d2t"].endswith("d2t") and reduced.sources.keys() >= reduced.state_dict().keys()
 
 
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("smollm2", r"target='smollm2' is a name.*load_smollm2\(\)\[0\]"),
+        ("Qwen/Qwen3-4B", r"AutoModelForCausalLM.from_pretrained\('Qwen/Qwen3-4B'\)"),
+        (golden.ROOT, "is a name"),
+        (load_target("zlab-dflash-b8").config, "target is a Qwen3Config.*pass the model itself"),
+    ],
+)
+def test_a_target_that_is_no_loaded_model_is_refused(target, words):
+    with pytest.raises(TypeError, match=words):
+        AutoDrafter.from_pretrained(drafter_folder("zlab-dflash-b8"), target=target)
+
+
 def test_subfolders_and_unknown_fields(tmp_path):
     shutil.copytree(drafter_folder("zlab-dflash-b8"), tmp_path / "inner" / "drafter")
     drafter = AutoDrafter.from_pretrained(tmp_path, subfolder="inner/drafter")

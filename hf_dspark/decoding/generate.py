@@ -276,7 +276,8 @@ def speculative_generate(
     waiting = _ADMITTING.get()
     if waiting is not None:
         requests = _requests(input_ids, mask.bool(), logits_processor, stopping_criteria, config, speculation)[0]
-        _check_lengths(target, [0] * len(requests), requests, None)
+        for request in requests:  # they will have company, which mustn't lie on the other side of a position limit
+            check_positions(target, [0, 0], [len(request.prompt), 1], [request.budget, 1])
         waiting += requests
         return input_ids
     with FeatureTap(target, drafter.config.target_layer_ids) as tap:

@@ -12,9 +12,9 @@ from hf_dspark.drafting.draft import Draft
 from hf_dspark.drafting.proposer import Context, Proposer
 from hf_dspark.drafting.tree_drafts import branch, kind_of, propose_trees
 from hf_dspark.modeling import SpeculationConfig
+from hf_dspark.scheduling.headless import survival_estimate
 from hf_dspark.scheduling.policy import AutoGate, StaticGate
 from hf_dspark.verification.tree import ancestors
-from hf_dspark.scheduling.headless import survival_estimate
 
 from .batch import Batch, Commit, Request
 from .cache import TargetCache, drafter_key

@@ -5,7 +5,8 @@ from collections.abc import Callable
 import torch
 
 from .draft import Draft
-from .proposer import Context, Proposer, Sampling
+from .proposer import Context, Proposer
+from .tree_parts import keep, pad
 from .trees import (
     Tree,
     ancestors,
@@ -23,7 +24,6 @@ from .trees import (
     sampled,
     tip,
 )
-from .tree_parts import keep, pad
 
 JETSPEC_WIDTH, EAGLE_WIDTH = 7, 10  # the references' defaults
 KINDS = {True: ("eagle2",), False: ("ddtree", "dartree", "jetspec")}  # by `recursive`

@@ -85,7 +85,8 @@ class Diagnosis:
     """What was found: `verdict` in a word, `advice` in words.
 
     Verdicts: `"fits"`; what has to be read otherwise, `"slots"`, `"layers"`, `"rope"`, `"head"`, `"embedding"` or
-    `"correction"`, joined by `+` if there are several; `"target"` or `"untrained"` where no reading makes sense of the drafter.
+    `"correction"`, joined by `+` if there are several; `"target"`, `"undertrained"` or `"untrained"` where no reading makes
+    sense of the drafter.
     `readings` holds all that was tried, as loaded first; `changes` what differs in the best one.
     """
 
@@ -170,7 +171,9 @@ def variant(drafter, **changes):
     return other
 
 
-def diagnose(target, drafter, prompts: Sequence[Sequence[int]], new_tokens: int = 64, anchors: int = 64) -> Diagnosis:
+def diagnose(
+    target, drafter, prompts: Sequence[Sequence[int]], new_tokens: int = 64, anchors: int = 64, record: dict | None = None
+) -> Diagnosis:
     """Find out whether `drafter`, bound to `target`, is read as it was trained, and if not, what is wrong.
 
     Drafts along the target's greedy answers to a few `prompts` (token ids), as loaded and in other ways: the other slot
@@ -180,6 +183,7 @@ def diagnose(target, drafter, prompts: Sequence[Sequence[int]], new_tokens: int 
 
     Args:
         new_tokens: length of the answers. anchors: places per answer where drafts are made.
+        record: the drafter's run record (`run.json`), if there is one: its `target`, `steps` and `examples`.
 
     Raises:
         ValueError: all answers are shorter than a block.
@@ -198,7 +202,7 @@ def diagnose(target, drafter, prompts: Sequence[Sequence[int]], new_tokens: int 
     search = _Search(drafter, texts, _target_theta(target))
     search.slots_and_layers(shifts)
     search.others()
-    return search.verdict()
+    return search.verdict(target.config.name_or_path, record or {})
 
 
 def _target_theta(target) -> float | None:
@@ -247,7 +251,7 @@ class _Search:
             K = min(r.chances.shape[1] for r in better)
             self.best = max(better, key=lambda r: expected_drafts(r.chances[:, :K]).mean())
 
-    def verdict(self) -> Diagnosis:
+    def verdict(self, target_name: str, record: dict) -> Diagnosis:
         loaded, best, config = self.readings[0], self.best, self.drafter.config
         if best.changed and best.first >= SENSE:
             kinds = {"sample_from_anchor": "slots", "target_layer_ids": "layers", "rope_theta": "rope"}
@@ -262,10 +266,18 @@ class _Search:
         if untouched(self.drafter):
             advice = f"{sure}, and all norm weights are exactly 1, as before training: train it, or get the trained file."
             return Diagnosis("untrained", advice, self.readings)
-        made_for = f"; it says it was made for {config.target_name}" if config.target_name else ""
+        made_for = record.get("target") or config.target_name
+        trained = f"its run record says {record['steps']:,} steps" if record.get("steps") is not None else ""
+        trained += f" on {record['examples']:,} examples" if trained and record.get("examples") is not None else ""
+        if made_for and made_for == target_name:
+            advice = (
+                f"{sure}, although it was trained for this very target: too little, or on texts unlike these"
+                f"{f' ({trained})' if trained else ''}. Train it longer, or on more data, or try other prompts."
+            )
+            return Diagnosis("undertrained", advice, self.readings)
         advice = (
-            f"{sure}, yet the weights were trained: most likely for another target{made_for}. Load the target it was trained "
-            "for, or train a drafter for this one."
+            f"{sure}: it was trained for another target{f' ({made_for}, by its record)' if made_for else ''}, or too little"
+            f"{f' ({trained})' if trained else ''}. Load the target it was trained for, or train it longer."
         )
         return Diagnosis("target", advice, self.readings)
 

@@ -13,6 +13,8 @@ from safetensors import safe_open
 from transformers.utils import cached_file
 from transformers.utils.hub import extract_commit_hash
 
+from hf_dspark.names import check_place
+
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
@@ -46,7 +48,7 @@ class Checkpoint:
             return path
 
         path = fetch("config.json", required=True)
-        return cls(name, fetch, json.loads(Path(path).read_text(encoding="utf-8")), extract_commit_hash(path, None))
+        return cls(name, fetch, read_config(path), extract_commit_hash(path, None))
 
     @cached_property
     def _index(self) -> tuple[str, "dict[str, str] | _File"]:
@@ -94,26 +96,19 @@ class Checkpoint:
         return self.files[name].read(name)
 
 
-def check_place(name: str, subfolder: str = "") -> None:
-    """Refuse what is no drafter's folder and can't be an id on the Hub. Reads nothing, and asks nobody.
+def read_config(path: str | Path) -> dict:
+    """A model's `config.json`.
 
     Raises:
-        OSError: a file, a folder without `config.json`, or a path that leads nowhere.
+        ValueError: it holds no JSON object.
     """
-    path = Path(name)
-    if path.is_file():
-        raise OSError(f"{name} is a file, and a drafter is a folder of config.json and weights: give the folder.")
-    if path.is_dir() and not (path / subfolder / "config.json").is_file():
-        inside = [str(config.parent) for config in sorted((path / subfolder).glob("*/config.json"))]
-        raise OSError(
-            f"{path / subfolder} was given as a drafter, and there is no config.json in it: give the folder that "
-            "config.json and the weights lie in" + (f", such as {inside[-1]}." if inside else ".")
-        )
-    if not path.is_dir() and (name.startswith((".", "/", "~")) or "\\" in name or name.count("/") > 1 or name.endswith("/")):
-        raise OSError(
-            f"{name} was given as a drafter, and there is no such folder (from {Path.cwd()}); an id on the Hub would read "
-            "owner/name: give a folder of config.json and weights, or such an id."
-        )
+    try:
+        config = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} can't be read as JSON ({error}): the file is damaged; get it again.") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} holds a {type(config).__name__}, and a config is a JSON object: get the file again.")
+    return config
 
 
 def check_download(path: str, started: float) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from transformers import TrainingArguments
 
+from .accepted import check_arguments
 from .losses import Objective
 
 
@@ -41,7 +42,10 @@ class DrafterTrainingArguments(TrainingArguments):
     skip_estimate: bool = field(default=False, metadata={"help": "Don't measure a step to foretell memory and time."})
 
     def __post_init__(self):
+        check_arguments(vars(self))  # before transformers fills in what follows from other fields
         super().__post_init__()
+        if self.device.type == "cpu":
+            self.dataloader_pin_memory = False  # there is nothing to pin for
         self.remove_unused_columns = False  # rows carry ids that key their anchors
         # Heads are used outside the wrapped forward, where a search for unused parameters would miss them.
         self.ddp_find_unused_parameters = False

@@ -8,8 +8,8 @@ from tiny import generated
 from hf_dspark import SpeculationConfig
 from hf_dspark.decoding.generate import listening
 from hf_dspark.decoding.loop import DecodeLoop
-from hf_dspark.scheduling.policy import Policy
 from hf_dspark.drafting.proposer import Proposer
+from hf_dspark.scheduling.policy import Policy
 
 ACCEPT = [0, 3, 7, 1]
 NEW = 24
