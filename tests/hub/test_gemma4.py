@@ -5,7 +5,9 @@ import json
 import pytest
 import tiny
 import torch
+import transformers
 from golden import drafter_folder, edited_drafter, load_drafter, load_target
+from packaging.version import Version
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModel
 
@@ -168,3 +170,12 @@ def test_every_family_writes_a_gemma4_targets_plain_text(options):
     for make in (tiny.make_drafter, tiny.make_eagle3, tiny.make_mtp):
         for speculation in (SpeculationConfig(), SpeculationConfig(tree="auto", tree_budget=6)):
             assert torch.equal(target.generate(**batch, **args, assistant_model=make(target), speculation=speculation), plain)
+    if Version(transformers.__version__) < Version("5.18"):
+        return  # no stock engine
+    alone, stock = dict(input_ids=batch["input_ids"][:1]), SpeculationConfig(engine="stock")
+    for drafter in (tiny.make_drafter(target), tiny.make_drafter(target, target_layer_ids=[0, 2])):
+        if options.get("num_kv_shared_layers") and 2 in drafter.config.target_layer_ids:
+            with pytest.raises(ValueError, match="from 2 on for the last token alone.*engine='own'"):
+                target.generate(**alone, **args, assistant_model=drafter, speculation=stock)
+        else:
+            assert torch.equal(target.generate(**alone, **args, assistant_model=drafter, speculation=stock), plain[:1])
