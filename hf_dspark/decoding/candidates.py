@@ -119,7 +119,7 @@ def stock_generate(target, drafter, speculation, original, input_ids, kwargs, ma
     if max(drafter.config.target_layer_ids, default=-1) >= whole < text.num_hidden_layers:
         raise ValueError(
             f"engine='stock' was asked for, whose prefill computes the layers of {type(target).__name__} from {whole} on for "
-            f"the last token alone, and this drafter reads target_layer_ids={drafter.config.target_layer_ids}: set engine='own'."
+            f"the last token alone; this drafter reads target_layer_ids={drafter.config.target_layer_ids}: set engine='own'."
         )
     if config.do_sample and speculation.verification == "match":
         # Their loop samples with torch's generator; keyed noise reaches it as a processor, with sampling off.
