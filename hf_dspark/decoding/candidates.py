@@ -119,6 +119,13 @@ def stock_generate(target, drafter, speculation, original, input_ids, kwargs, ma
         raise ValueError(
             "engine='stock' needs a prompt without pads inside or behind it: pad on the left, or set engine='own'."
         )
+    text = target.config.get_text_config()
+    whole = text.num_hidden_layers - (getattr(text, "num_kv_shared_layers", 0) or 0)
+    if max(drafter.config.target_layer_ids, default=-1) >= whole < text.num_hidden_layers:
+        raise ValueError(
+            f"engine='stock' was asked for, whose prefill computes the layers of {type(target).__name__} from {whole} on for "
+            f"the last token alone; this drafter reads target_layer_ids={drafter.config.target_layer_ids}: set engine='own'."
+        )
     if config.do_sample and speculation.verification == "match":
         # Their loop samples with torch's generator; keyed noise reaches it as a processor, with sampling off.
         seed = torch.randint(2**62, ()).item() if speculation.seed is None else speculation.seed
