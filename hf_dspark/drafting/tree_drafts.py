@@ -7,7 +7,7 @@ import torch
 from hf_dspark.verification.noise import possible
 
 from .draft import Draft
-from .proposer import Context, Proposer
+from .proposer import Context, Proposer, Sampling
 from .tree_parts import keep, pad
 from .trees import (
     Tree,
