@@ -11,6 +11,7 @@ STAMP := $(VENV)/installed
 
 demo: $(STAMP)
 	$(BIN)/python -m hf_dspark.cli.main demo
+	@echo "For the command hf-dspark in this shell: source $(BIN)/activate"
 
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)

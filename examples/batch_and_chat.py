@@ -7,8 +7,7 @@
 import argparse
 
 import torch
-from quickstart import tiny_models
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from quickstart import load_target, tiny_models
 
 from hf_dspark import AutoDrafter
 
@@ -17,9 +16,8 @@ TURNS = ("Name a river in Africa.", "How long is it?", "Which countries does it 
 
 
 def real_world(args):
-    target = AutoModelForCausalLM.from_pretrained(args.target, dtype="auto", device_map="auto")
+    target, tokenizer = load_target(args.target)
     drafter = AutoDrafter.from_pretrained(args.drafter, target=target)
-    tokenizer = AutoTokenizer.from_pretrained(args.target)
 
     def render(chat):
         return tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=True)["input_ids"]
@@ -66,10 +64,12 @@ def chat(target, drafter, render, text, new):
 
 def main():
     parser = argparse.ArgumentParser(description="Batches and chats with a drafter.")
-    parser.add_argument("target", nargs="?")
+    parser.add_argument("target", nargs="?", help="Hub id, folder, or smollm2")
     parser.add_argument("drafter", nargs="?")
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
+    if not args.tiny and not args.drafter:
+        parser.error("name a target and its drafter, or pass --tiny")
     target, drafter, render, text, pad = tiny_world() if args.tiny else real_world(args)
     batch(target, drafter, render, text, pad, 12 if args.tiny else 256)
     chat(target, drafter, render, text, 12 if args.tiny else 128)

@@ -12,22 +12,18 @@ from functools import partial
 
 import torch
 from dloop import tiny_models
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from quickstart import load_target
 
 from hf_dspark import AutoDrafter
-from hf_dspark.scheduling.policy import Policy
-from hf_dspark.embedded import load_smollm2
 from hf_dspark.evaluation import calibration, plots
 from hf_dspark.evaluation.profiling import profile_pair
 from hf_dspark.evaluation.prompts import read_prompts, render
+from hf_dspark.scheduling.policy import Policy
 from hf_dspark.evaluation.replay import FixedLength, replay_scheduler
 
 
 def real_models(args):
-    if args.target == "smollm2":
-        target, tokenizer = load_smollm2(torch.bfloat16)
-    else:
-        target, tokenizer = AutoModelForCausalLM.from_pretrained(args.target), AutoTokenizer.from_pretrained(args.target)
+    target, tokenizer = load_target(args.target, torch.bfloat16)
     prompts = [p for file in args.prompts for p in read_prompts(file, args.limit)]
     drafter = AutoDrafter.from_pretrained(args.drafter, target=target, dtype=target.dtype)
     return target.eval(), drafter.eval(), [render(tokenizer, p.turns[0]) for p in prompts]
@@ -43,7 +39,7 @@ def replayed(logs, scheduler, costs, rows, temperatures):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("target", nargs="?")
+    parser.add_argument("target", nargs="?", help="Hub id, folder, or smollm2")
     parser.add_argument("drafter", nargs="?")
     parser.add_argument("--prompts", nargs="+")
     parser.add_argument("--limit", type=int, default=8, help="prompts of each file")
@@ -51,6 +47,8 @@ def main():
     parser.add_argument("--plot")
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
+    if not args.tiny and not (args.drafter and args.prompts):
+        parser.error("name a target, its drafter and --prompts, or pass --tiny")
     target, drafter, prompts = tiny_models() if args.tiny else real_models(args)
     prompts = prompts.repeat(8, 1).tolist() if args.tiny else prompts
     rows, block, tokens = (1, 2) if args.tiny else (1, 2, 4, 8, 16), drafter.config.max_block, 16 if args.tiny else args.tokens

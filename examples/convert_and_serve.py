@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+from quickstart import load_target
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from hf_dspark import AutoDrafter, DSparkConfig, DSparkDrafter
@@ -47,7 +48,7 @@ def algorithm(config) -> str:
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("drafter", nargs="?", help="Hub id or folder, in any published format")
-    parser.add_argument("target", nargs="?", help="Hub id or folder")
+    parser.add_argument("target", nargs="?", help="Hub id, folder, or smollm2")
     parser.add_argument("--out", type=Path, help="where the exports go; a temporary folder by default")
     parser.add_argument("--tiny", action="store_true", help="random models instead")
     args = parser.parse_args()
@@ -56,7 +57,8 @@ def main():
     out = args.out or Path(tempfile.mkdtemp())
     drafter_name, target_name = tiny_models(out) if args.tiny else (args.drafter, args.target)
 
-    target = AutoModelForCausalLM.from_pretrained(target_name, dtype="auto")
+    target = AutoModelForCausalLM.from_pretrained(target_name) if args.tiny else load_target(target_name)[0]
+    target_name = target.config.name_or_path
     drafter = AutoDrafter.from_pretrained(drafter_name, target=target)
     prompt = torch.tensor([[5, 9, 11, 7]])
     generated = target.generate(prompt, assistant_model=drafter, max_new_tokens=8, do_sample=False)

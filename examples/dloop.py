@@ -8,7 +8,8 @@ import argparse
 from collections import Counter
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from quickstart import load_target
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_dspark import AutoDrafter, DSparkConfig, DSparkDrafter, SpeculationConfig
 
@@ -25,20 +26,21 @@ def tiny_models():
 
 
 def real_models(target_name, drafter_name, prompt):
-    target = AutoModelForCausalLM.from_pretrained(target_name, dtype="auto", device_map="auto")
+    target, tokenizer = load_target(target_name)
     chat = [{"role": "user", "content": prompt}]
-    tokenizer = AutoTokenizer.from_pretrained(target_name)
     ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)["input_ids"]
     return target, AutoDrafter.from_pretrained(drafter_name, target=target), ids.to(target.device)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("target", nargs="?")
+    parser.add_argument("target", nargs="?", help="Hub id, folder, or smollm2")
     parser.add_argument("drafter", nargs="?")
     parser.add_argument("--prompt", default="Write the multiplication table of 7, one product per line.")
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
+    if not args.tiny and not args.drafter:
+        parser.error("name a target and its drafter, or pass --tiny")
     target, drafter, ids = tiny_models() if args.tiny else real_models(args.target, args.drafter, args.prompt)
     options = dict(attention_mask=torch.ones_like(ids), max_new_tokens=24 if args.tiny else 256, do_sample=False)
     texts = []

@@ -1,6 +1,7 @@
 """Load a target and its drafter, generate, and look at what the drafter did.
 
     python examples/quickstart.py Qwen/Qwen3-4B deepseek-ai/dspark_qwen3_4b_block7
+    python examples/quickstart.py smollm2 model_cards/dspark-smollm2-135m-instruct     # after `make demo`
     python examples/quickstart.py --tiny          # random models of a few kilobytes, no download
 """
 
@@ -10,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from hf_dspark import AutoDrafter, DSparkConfig, DSparkDrafter, SpeculationConfig
+from hf_dspark.embedded import load_smollm2
 
 
 def tiny_models():
@@ -21,10 +23,16 @@ def tiny_models():
     return target, DSparkDrafter(config).bind(target).eval(), torch.randint(1, 60, (1, 8)), lambda ids: str(ids.tolist())
 
 
+def load_target(name, dtype=torch.float32):
+    """A target and its tokenizer; `smollm2` is the model of the demo extra, in `dtype`."""
+    if name == "smollm2":
+        return load_smollm2(dtype)
+    return AutoModelForCausalLM.from_pretrained(name, dtype="auto", device_map="auto"), AutoTokenizer.from_pretrained(name)
+
+
 def real_models(target_name, drafter_name):
-    target = AutoModelForCausalLM.from_pretrained(target_name, dtype="auto", device_map="auto")
+    target, tokenizer = load_target(target_name)
     drafter = AutoDrafter.from_pretrained(drafter_name, target=target)
-    tokenizer = AutoTokenizer.from_pretrained(target_name)
     chat = [{"role": "user", "content": "Explain speculative decoding to a child in five sentences."}]
     ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)["input_ids"]
     return target, drafter, ids.to(target.device), lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
@@ -32,10 +40,12 @@ def real_models(target_name, drafter_name):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("target", nargs="?", help="Hub id or folder")
+    parser.add_argument("target", nargs="?", help="Hub id, folder, or smollm2 for the model of the demo extra")
     parser.add_argument("drafter", nargs="?", help="Hub id or folder, in any published format")
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
+    if not args.tiny and not args.drafter:
+        parser.error("name a target and its drafter, or pass --tiny")
     target, drafter, ids, text = tiny_models() if args.tiny else real_models(args.target, args.drafter)
     options = dict(attention_mask=torch.ones_like(ids), max_new_tokens=24 if args.tiny else 256)
 
@@ -43,7 +53,8 @@ def main():
     out = target.generate(ids, assistant_model=drafter, do_sample=False, return_dict_in_generate=True, **options)
     print(text(out.sequences[0, ids.shape[1] :]))
     stats = out.speculation
-    print(f"\n{stats.tau:.2f} tokens per forward of the target, {stats.acceptance_rate:.0%} of the drafts accepted")
+    drafted = f"{stats.acceptance_rate:.0%} of the drafts accepted" if sum(stats.draft_lengths[0]) else "no drafts"
+    print(f"\n{stats.tau:.2f} tokens per forward of the target, {drafted}")
     print(f"drafting {stats.draft_seconds:.2f} s, verifying {stats.verify_seconds:.2f} s")
     if args.tiny:
         plain = target.generate(ids, do_sample=False, **options)

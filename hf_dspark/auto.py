@@ -1,18 +1,22 @@
 """`AutoDrafter`: any published drafter checkpoint, local or on the Hub, as one of ours."""
 
 from difflib import get_close_matches
+from os import PathLike
 
 import torch
 from transformers import AutoConfig, AutoModel
 
-from hf_dspark.modeling import DSparkDrafter, Eagle3Drafter
+from hf_dspark.modeling import AssistantDrafter, DSparkDrafter, Eagle3Drafter, MTPDrafter
 from hf_dspark.modeling.drafter import check_target
 
+from .hub.assistants import import_assistant
 from .hub.checkpoint import Checkpoint
 from .hub.formats import detect
+from .hub.heads import heads_of, import_heads
 from .hub.importer import BORROWED, import_drafter
+from .names import EMBEDDED
 
-OWN = {cls.config_class.model_type: cls for cls in (DSparkDrafter, Eagle3Drafter)}
+OWN = {cls.config_class.model_type: cls for cls in (DSparkDrafter, Eagle3Drafter, MTPDrafter, AssistantDrafter)}
 for model_type, drafter_class in OWN.items():
     AutoConfig.register(model_type, drafter_class.config_class, exist_ok=True)
     AutoModel.register(drafter_class.config_class, drafter_class, exist_ok=True)
@@ -56,9 +60,11 @@ class AutoDrafter:
                 `sample_from_anchor=True` or `target_layer_ids=[1, 9, 17]` (0-based layer outputs).
 
         Returns:
-            [`DSparkDrafter`] or [`Eagle3Drafter`], in eval mode. `drafter.sources` says where each tensor came from.
+            [`DSparkDrafter`], [`Eagle3Drafter`] or [`MTPDrafter`], in eval mode. `drafter.sources` says where each tensor
+            came from.
 
         Raises:
+            TypeError: `target` is no loaded model, or an override is no field of a drafter's config.
             OSError: nothing there, or the Hub can't be reached.
             ValueError: an unsupported format, a config that contradicts itself or the tensors, a target of other
                 sizes, or a tensor that is missing, unknown or of another shape.
@@ -71,30 +77,59 @@ class AutoDrafter:
             "force_download": force_download,
         }
         _check_fields(overrides)
+        _check_loaded(target)
         checkpoint = Checkpoint.open(repo_or_path, subfolder=subfolder, **hub)
         load = {"dtype": dtype or getattr(target, "dtype", None)}
         if isinstance(device_map, dict) or device_map in ("auto", "balanced", "sequential"):
             load["device_map"] = device_map
-        if detect(checkpoint.name, checkpoint.config) == "hf":
+        family = detect(checkpoint.name, checkpoint.config)
+        if family == "hf":
             drafter = _load_own(checkpoint, target, load, overrides, subfolder=subfolder, **hub)
+        elif family == "mtp":
+            drafter = import_heads(checkpoint, getattr(target, "config", None), overrides, **load)
+        elif family == "assistant":
+            drafter = import_assistant(checkpoint, target, overrides, **load)
         else:
             drafter = import_drafter(checkpoint, getattr(target, "config", None), overrides, **load)
         if "device_map" not in load and (place := device_map or _device_of(target)) is not None:
             drafter.to(torch.device(place))
-        for name, owned in (("embed_tokens", drafter.config.own_embedding), ("lm_head", drafter.config.own_head)):
-            if not owned:
-                drafter.sources[f"{name}.weight"] = BORROWED
-        if target is not None:
-            drafter.bind(target)
-        return drafter.eval()
+        return _finished(drafter, target)
 
     @classmethod
-    def from_target(cls, target):
-        """The multi-token-prediction heads a target carries in its own checkpoint, as a drafter."""
-        raise NotImplementedError(
-            f"AutoDrafter.from_target got a {type(target).__name__}, and multi-token-prediction heads can't be loaded "
-            "yet: use AutoDrafter.from_pretrained with a published drafter of this target, or train one."
-        )
+    def from_target(
+        cls, target, dtype=None, revision=None, token=None, cache_dir=None, local_files_only=False, **overrides
+    ):
+        """The multi-token-prediction heads a target carries in its own checkpoint, as a drafter bound to it.
+
+        They are read from the folder or repo that the target was loaded from, once. Embedding and head are the target's.
+
+        Args:
+            target (`PreTrainedModel`): loaded with `from_pretrained`.
+            dtype (`torch.dtype`, *optional*): defaults to the target's.
+            revision (`str`, *optional*): defaults to the one the target was loaded from.
+            token, cache_dir, local_files_only: as in `huggingface_hub`.
+            overrides: fields of [`MTPConfig`], such as `chain_length=3` for drafts a single head makes of its own output.
+
+        Returns:
+            [`MTPDrafter`], in eval mode.
+
+        Raises:
+            ValueError: the checkpoint holds no heads, or tensors that are missing, unknown or of another shape.
+        """
+        _check_fields(overrides)
+        hub = {"token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
+        drafter = heads_of(target, overrides, revision, None if dtype == "auto" else dtype, **hub)
+        if (place := _device_of(target)) is not None:
+            drafter.to(place)
+        return _finished(drafter, target)
+
+
+def _finished(drafter, target):
+    for name in drafter.config.borrows:
+        drafter.sources[f"{name}.weight"] = BORROWED
+    if target is not None:
+        drafter.bind(target)
+    return drafter.eval()
 
 
 def _check_fields(overrides):
@@ -105,6 +140,16 @@ def _check_fields(overrides):
             f"AutoDrafter.from_pretrained got {name!r}, which is no field of a drafter's config"
             + (f": did you mean {close[0]!r}?" if close else f": known are {', '.join(sorted(known))}.")
         )
+
+
+def _check_loaded(target):
+    if target is None or hasattr(target, "config") and hasattr(target, "get_input_embeddings"):
+        return
+    if isinstance(target, str | PathLike):
+        load = "load_smollm2()[0] (from hf_dspark.embedded)" if target == EMBEDDED else None
+        load = load or f"AutoModelForCausalLM.from_pretrained({str(target)!r})"
+        raise TypeError(f"target={str(target)!r} is a name, and a drafter is bound to a loaded model: pass target={load}.")
+    raise TypeError(f"target is a {type(target).__name__}, and a drafter is bound to a loaded model: pass the model itself.")
 
 
 def _load_own(checkpoint, target, load, overrides, **hub):

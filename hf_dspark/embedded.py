@@ -10,6 +10,8 @@ import torch
 from huggingface_hub.constants import HF_HOME
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from .names import SMOLLM2
+
 NAME = "SmolLM2-135M-Instruct"
 
 
@@ -35,7 +37,9 @@ def load_smollm2(dtype=torch.float32, cache_dir=None):
     folder = Path(root) / NAME
     if not (folder / "config.json").exists():
         _unpack(folder)
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype), AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype), AutoTokenizer.from_pretrained(folder)
+    model.config._name_or_path = SMOLLM2  # what records and cards name, and not this machine's cache
+    return model, tokenizer
 
 
 def _unpack(folder):

@@ -2,9 +2,15 @@
 
 from transformers import PreTrainedConfig
 
+BODIES = ("llama", "gemma4")
+
 
 class DrafterConfig(PreTrainedConfig):
-    """Base of [`DSparkConfig`] and [`Eagle3Config`].
+    """Base of [`DSparkConfig`], [`Eagle3Config`], [`MTPConfig`] and [`AssistantConfig`].
+
+    Facts of a family are class attributes or properties: `family` (its name on a card), `recursive` (a draft costs a pass,
+    and a chain goes on as long as it is asked to), `fixed_block` (a stage can be no longer than `max_block`), `max_block`,
+    `last_tap` (the highest tap, counted from the target's number of layers), `layouts` (what its files look like).
 
     Args:
         vocab_size (`int`): size of the target's vocabulary V.
@@ -15,6 +21,9 @@ class DrafterConfig(PreTrainedConfig):
             The older spelling `rope_theta` / `rope_scaling` is read as well.
         attention_bias, attention_output_bias (`bool`): biases of the query, key and value projections; of the output.
         qk_norm (`bool`, defaults to `True`): RMS norm on queries and keys per head, as in Qwen3.
+        body (`str`, defaults to `"llama"`): `"llama"` for pre-norm layers; `"gemma4"` for norms around attention and MLP, a
+            scalar per layer, normed values and unscaled attention.
+        key_is_value (`bool`): values are the un-normed key projection, which the file then has alone.
         target_layer_ids (`list[int]`): tapped target layers, 0-based; the feature is that layer's output before the
             final norm. -1 is the input of layer 0. The last layer is refused.
         num_target_layers (`int`, *optional*), target_hidden_size (`int`, *optional*, defaults to `hidden_size`).
@@ -29,7 +38,11 @@ class DrafterConfig(PreTrainedConfig):
         speculation (`dict`, *optional*): stored defaults of [`SpeculationConfig`].
     """
 
-    fixed_block = False  # whether a stage can be no longer than `max_block`
+    fixed_block = False
+    recursive = False
+    last_tap = -2
+    mask_token_id = None
+    confidence_head = False
 
     def __init__(
         self,
@@ -48,6 +61,8 @@ class DrafterConfig(PreTrainedConfig):
         attention_bias=False,
         attention_output_bias=False,
         qk_norm=True,
+        body="llama",
+        key_is_value=False,
         target_layer_ids=(0,),
         num_target_layers=None,
         target_hidden_size=None,
@@ -83,6 +98,8 @@ class DrafterConfig(PreTrainedConfig):
         self.attention_output_bias = attention_output_bias
         self.mlp_bias = False
         self.qk_norm = qk_norm
+        self.body = body
+        self.key_is_value = key_is_value
         self.target_layer_ids = list(target_layer_ids)
         self.num_target_layers = num_target_layers
         self.target_hidden_size = target_hidden_size or hidden_size
@@ -99,19 +116,29 @@ class DrafterConfig(PreTrainedConfig):
         self.speculation = speculation
         kwargs["tie_word_embeddings"] = False  # never the target's habit: head and embedding have their own flags
         super().__init__(**kwargs)
-        check_target_layer_ids(self.target_layer_ids, num_target_layers)
+        check_target_layer_ids(self.target_layer_ids, num_target_layers, self.last_tap)
+        if body not in BODIES:
+            raise ValueError(f"body={body!r} is unknown: set one of {BODIES}.")
         if self.draft_vocab_size > vocab_size:
             raise ValueError(
                 f"draft_vocab_size={draft_vocab_size} exceeds vocab_size={vocab_size}, and every draft must be a "
                 "token of the target: set draft_vocab_size to vocab_size or less, or None for the whole vocabulary."
             )
 
+    @property
+    def borrows(self) -> list[str]:
+        """What the drafter takes from its target: `embed_tokens`, `lm_head`."""
+        return [name for name, own in (("embed_tokens", self.own_embedding), ("lm_head", self.own_head)) if not own]
 
-def check_target_layer_ids(ids: list[int], num_target_layers: int | None) -> None:
-    """Refuse taps that can't be meant: repeated, below -1, or the last layer (pre-norm or post-norm is unclear)."""
+
+def check_target_layer_ids(ids: list[int], num_target_layers: int | None, last_tap: int = -2) -> None:
+    """Refuse taps that can't be meant: repeated, below -1, or the last layer (pre-norm or post-norm is unclear).
+
+    `last_tap`: the highest tap, counted from the number of layers; only multi-token-prediction heads go past -2.
+    """
     if len(set(ids)) != len(ids) or not ids:
         raise ValueError(f"target_layer_ids={ids} is empty or repeats a layer: list each tapped layer once.")
-    top = num_target_layers - 2 if num_target_layers else max(ids)
+    top = num_target_layers + last_tap if num_target_layers else max(ids)
     bad = [i for i in ids if not -1 <= i <= top]
     if bad:
         raise ValueError(

@@ -34,6 +34,7 @@ class DSparkConfig(DrafterConfig):
 
     model_type = "hf_dspark"
     fixed_block = True
+    layouts = "blocks"
 
     def __init__(
         self,
@@ -73,6 +74,11 @@ class DSparkConfig(DrafterConfig):
         super().__init__(**kwargs)
         self.layer_types = layer_types or ["full_attention"] * self.num_hidden_layers
         self._check()
+
+    @property
+    def family(self) -> str:
+        """What a card calls the drafter."""
+        return {"none": "DFlash", "domino": "Domino"}.get(self.correction_head, "DSpark")
 
     @property
     def max_block(self) -> int:

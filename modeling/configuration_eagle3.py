@@ -20,8 +20,10 @@ class Eagle3Config(DrafterConfig):
     """
 
     model_type = "hf_eagle3"
-    mask_token_id = None
-    confidence_head = False
+    family = "EAGLE-3"
+    recursive = True
+    layouts = "chains"
+    step_decay = 0.8  # in training, the loss of draft k weighs step_decay^k
 
     def __init__(
         self,

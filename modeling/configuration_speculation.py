@@ -2,9 +2,31 @@
 
 from dataclasses import asdict, dataclass, fields
 from difflib import get_close_matches
+from numbers import Integral, Real
 
 VERIFICATIONS = ("ratio", "block", "match")
 ENGINES = ("own", "stock")
+TREES = (None, "ddtree", "dartree", "eagle2", "jetspec", "auto")
+
+
+def _check_whole(name, value, lowest, remedy):
+    """Refuse what is no whole number of at least `lowest`; None passes where it is the default."""
+    default = SpeculationConfig.__dataclass_fields__[name].default
+    if value is None and default is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise ValueError(f"{name}={value!r} is a {type(value).__name__}, and only whole numbers make sense: set {remedy}.")
+    if lowest is not None and value < lowest:
+        kind = "negative" if value < 0 else "too small"
+        raise ValueError(f"{name}={value} is {kind}, and the least is {lowest}: set {remedy}.")
+
+
+def _check_number(name, value, lowest, highest, remedy):
+    """Refuse what is no number, nan, or outside [lowest, highest]."""
+    if isinstance(value, bool) or not isinstance(value, Real) or value != value:
+        raise ValueError(f"{name}={value!r} is no number: set {remedy}.")
+    if lowest is not None and not lowest <= value <= highest:
+        raise ValueError(f"{name}={value!r} is outside [{lowest:g}, {highest:g}]: set {remedy}.")
 
 
 @dataclass
@@ -30,8 +52,14 @@ class SpeculationConfig:
         copy (`int` or `"auto"`, *optional*): draft what followed the longest earlier match of the text's last tokens, instead of
             asking the drafter: up to `copy` tokens wherever two tokens or more match, or, `"auto"`, where it is expected to gain
             more tokens per second. `None` never copies.
+        tree (`str`, *optional*): verify a tree of drafts instead of a chain: `"ddtree"` (arXiv 2604.12989), `"dartree"` or
+            `"jetspec"` (arXiv 2606.18394) with block drafters, `"eagle2"` (arXiv 2406.16858) with recursive ones, `"auto"` a tree or
+            a chain, whatever gives more tokens per second. Sampled trees under `"ratio"` have children drawn without replacement.
+        tree_budget (`int`, *optional*): nodes of a stage's tree. `None` lets the measured costs decide, up to 32.
         engine (`str`, defaults to `"own"`): `"own"` is this library's loop, `"stock"` transformers' assisted loop
             (batch 1).
+        trust_target (`bool`, defaults to `False`): skip the target's self-check. A target fails it whose logits depend on
+            other tokens of the same forward; the text is then not plain decoding's. Belongs to a call, never stored.
     """
 
     num_draft_tokens: int | None = None
@@ -42,7 +70,10 @@ class SpeculationConfig:
     max_draft_stages: int = 8
     scheduler: str | None = None
     copy: int | str | None = None
+    tree: str | None = None
+    tree_budget: int | None = None
     engine: str = "own"
+    trust_target: bool = False
 
     def __new__(cls, *args, **knobs):
         known = [f.name for f in fields(cls)]
@@ -54,35 +85,41 @@ class SpeculationConfig:
         return super().__new__(cls)
 
     def __post_init__(self):
-        if self.num_draft_tokens is not None and self.num_draft_tokens < 0:
-            raise ValueError(
-                f"num_draft_tokens={self.num_draft_tokens} is negative, and a block can't have fewer than 0 drafts: "
-                "set a positive number, 0 for plain decoding, or None for the drafter's trained length."
-            )
-        if not 0.0 <= self.confidence_threshold <= 1.0:
-            raise ValueError(
-                f"confidence_threshold={self.confidence_threshold} is no probability: set a number in [0, 1], 0 to disable."
-            )
+        for name, lowest, remedy in (
+            ("num_draft_tokens", 0, "a positive number, 0 for plain decoding, or None for the drafter's trained length"),
+            ("max_draft_stages", 1, "at least 1"),
+            ("tree_budget", 1, "a number of nodes, or None to let the measured costs decide"),
+            ("seed", None, "a whole number, or None to follow set_seed"),
+        ):
+            _check_whole(name, getattr(self, name), lowest, remedy)
+        _check_number("confidence_threshold", self.confidence_threshold, 0.0, 1.0, "a probability in [0, 1], 0 to disable")
+        if self.loop_gate not in (None, "auto"):
+            _check_number("loop_gate", self.loop_gate, None, None, "a log-probability such as -0.5, 'auto' or None")
         for name, value, allowed in (
             ("verification", self.verification, VERIFICATIONS),
             ("engine", self.engine, ENGINES),
             ("scheduler", self.scheduler, (None, "auto")),
+            ("tree", self.tree, TREES),
         ):
             if value not in allowed:
                 raise ValueError(f"{name}={value!r} is unknown: set one of {allowed}.")
-        if isinstance(self.loop_gate, str) and self.loop_gate != "auto":
-            raise ValueError(f"loop_gate={self.loop_gate!r} is unknown: set a log-probability such as -0.5, 'auto' or None.")
-        if self.copy not in (None, "auto") and (type(self.copy) is not int or self.copy < 1):
-            raise ValueError(f"copy={self.copy!r} is no number of tokens: set 'auto', at least 1, or None for no copies.")
-        if self.max_draft_stages < 1:
-            raise ValueError(f"max_draft_stages={self.max_draft_stages} drafts nothing: set at least 1.")
+        if self.copy not in (None, "auto"):
+            _check_whole("copy", self.copy, 1, "'auto', a number of tokens, or None for no copies")
+        if self.tree is not None and self.verification == "block":
+            raise ValueError("verification='block' judges chains only: set verification='ratio' or 'match' with a tree.")
+
+    @property
+    def measures(self) -> bool:
+        """Whether anything is decided from measured costs."""
+        return self.tree is not None or "auto" in (self.scheduler, self.loop_gate, self.copy)
 
     def to_dict(self) -> dict:
-        """What is stored with a drafter: every knob but the seed, which belongs to a call."""
-        return {k: v for k, v in asdict(self).items() if k != "seed"}
+        """What is stored with a drafter: every knob but those that belong to a call, the seed and `trust_target`."""
+        return {k: v for k, v in asdict(self).items() if k not in ("seed", "trust_target")}
 
     @classmethod
     def from_dict(cls, values: dict | None) -> "SpeculationConfig":
-        """Knobs of a newer version that this one doesn't know are dropped, as transformers' configs do."""
-        known = {f.name for f in fields(cls)}
+        """Knobs of a newer version that this one doesn't know are dropped, as transformers' configs do; so is `trust_target`,
+        as a drafter can't vouch for a target."""
+        known = {f.name for f in fields(cls)} - {"trust_target"}
         return cls(**{k: v for k, v in (values or {}).items() if k in known})

@@ -74,6 +74,15 @@ class RaggedBuffer:
             self.values[every, :, index] = values.transpose(1, 2)
         return self.keys[:rows, :, : slots.end], self.values[:rows, :, : slots.end]
 
+    def move(self, source: torch.Tensor, first: torch.Tensor) -> None:
+        """Let the slots from `first` [B] on hold what is in the slots `source` [B, L] (both on the host)."""
+        device = self.keys.device
+        every = torch.arange(len(source), device=device)[:, None]
+        aim = (first[:, None] + torch.arange(source.shape[1])).to(device)
+        source = source.to(device)
+        for values in (self.keys, self.values):
+            values[every, :, aim] = values[every, :, source]
+
     def keep(self, order: list[int]) -> None:
         """Let row i be what row `order[i]` was. Every row moves to a place in front of it, or stays."""
         if self.keys is None:

@@ -40,12 +40,11 @@ def check_target(config, target_config) -> None:
                 f"This drafter expects a target with {what} {ours}, and {text.model_type} has {theirs}{made_for}: "
                 "load the target it was trained for, or train a drafter for this one."
             )
-    highest = max(config.target_layer_ids)
-    if highest > text.num_hidden_layers - 2:
+    highest, last = max(config.target_layer_ids), text.num_hidden_layers + getattr(config, "last_tap", -2)
+    if highest > last:
         raise ValueError(
             f"target_layer_ids={config.target_layer_ids} taps layer {highest}, and a target of "
-            f"{text.num_hidden_layers} layers has taps 0..{text.num_hidden_layers - 2}: the drafter belongs to a "
-            "deeper target."
+            f"{text.num_hidden_layers} layers has taps 0..{last}: the drafter belongs to a deeper target."
         )
 
 

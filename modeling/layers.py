@@ -53,36 +53,63 @@ class DraftAttention(nn.Module):
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.q_proj = nn.Linear(size, heads * self.head_dim, bias=config.attention_bias)
         self.k_proj = nn.Linear(size, kv_heads * self.head_dim, bias=config.attention_bias)
-        self.v_proj = nn.Linear(size, kv_heads * self.head_dim, bias=config.attention_bias)
+        if not config.key_is_value:
+            self.v_proj = nn.Linear(size, kv_heads * self.head_dim, bias=config.attention_bias)
         self.o_proj = nn.Linear(heads * self.head_dim, config.hidden_size, bias=config.attention_output_bias)
         norm = RMSNorm if config.qk_norm else lambda *args, **kwargs: nn.Identity()
         self.q_norm = norm(self.head_dim, eps=config.rms_norm_eps)
         self.k_norm = norm(self.head_dim, eps=config.rms_norm_eps)
+        self.key_is_value = config.key_is_value
+        gemma4 = config.body == "gemma4"
+        self.value_eps = config.rms_norm_eps if gemma4 else None
+        self.scale = 1.0 if gemma4 else self.head_dim**-0.5
 
     def _heads(self, x):
         return x.unflatten(-1, (-1, self.head_dim))
 
     def keys_values(self, x: torch.Tensor, rope) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V [B, kv heads, T, d] of `x` [B, T, size]; context features and block states take the same way."""
-        k = self.k_norm(self._heads(self.k_proj(x))).transpose(1, 2)
-        return rotate(k, rope), self._heads(self.v_proj(x)).transpose(1, 2)
+        k = self._heads(self.k_proj(x))
+        v = k if self.key_is_value else self._heads(self.v_proj(x))
+        if self.value_eps is not None:
+            v = F.rms_norm(v.float(), v.shape[-1:], eps=self.value_eps).to(v.dtype)
+        return rotate(self.k_norm(k).transpose(1, 2), rope), v.transpose(1, 2)
 
     def forward(self, x, rope, past, layer_idx: int, mask) -> torch.Tensor:
         q = rotate(self.q_norm(self._heads(self.q_proj(x))).transpose(1, 2), rope)
         k, v = past.update(*self.keys_values(x, rope), layer_idx)
-        return self.o_proj(attend(q, k, v, mask, self.head_dim**-0.5))
+        return self.o_proj(attend(q, k, v, mask, self.scale))
+
+
+def add_mlp(layer: nn.Module, config) -> None:
+    """What a layer has behind its attention."""
+    names = ["post_attention_layernorm"]
+    if config.body == "gemma4":
+        names += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+        layer.register_buffer("layer_scalar", torch.ones(1))
+    for name in names:
+        setattr(layer, name, RMSNorm(config.hidden_size, eps=config.rms_norm_eps))
+    layer.mlp = MLP(config)
+
+
+def finish_layer(layer: nn.Module, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+    """The layer's output, given its residual stream `x` and what its attention made."""
+    if not hasattr(layer, "layer_scalar"):
+        x = x + attended
+        return x + layer.mlp(layer.post_attention_layernorm(x))
+    x = x + layer.post_attention_layernorm(attended)
+    x = x + layer.post_feedforward_layernorm(layer.mlp(layer.pre_feedforward_layernorm(x)))
+    return x * layer.layer_scalar
 
 
 class DraftLayer(GradientCheckpointingLayer):
-    """Pre-norm decoder layer."""
+    """Decoder layer, of the kind `config.body`."""
 
     def __init__(self, config):
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.self_attn = DraftAttention(config)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.mlp = MLP(config)
+        add_mlp(self, config)
 
     def forward(self, x, rope, past, layer_idx: int, mask) -> torch.Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), rope, past, layer_idx, mask)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        return finish_layer(self, x, self.self_attn(self.input_layernorm(x), rope, past, layer_idx, mask))

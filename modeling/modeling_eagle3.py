@@ -9,7 +9,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from .configuration_eagle3 import Eagle3Config
 from .draft_cache import DraftCache, Slots
 from .drafter import Drafter, DrafterOutput
-from .layers import MLP, DraftAttention, DraftLayer, RMSNorm, RotaryEmbedding
+from .layers import DraftAttention, DraftLayer, RMSNorm, RotaryEmbedding, add_mlp, finish_layer
 from .packed_blocks import dense_anchors
 
 EXTEND_CHUNK = 512  # slots per pass of `extend`: bounds the mask of a long prompt
@@ -24,14 +24,13 @@ class FusionLayer(GradientCheckpointingLayer):
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.hidden_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.self_attn = DraftAttention(config, input_size=2 * config.hidden_size)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.mlp = MLP(config)
+        add_mlp(self, config)
 
     def forward(self, hidden, embeddings, rope, past, mask) -> torch.Tensor:
         normed = self.hidden_norm(hidden)
         both = torch.cat([self.input_layernorm(embeddings), normed], -1)
-        x = (normed if self.norm_before_residual else hidden) + self.self_attn(both, rope, past, 0, mask)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        x = normed if self.norm_before_residual else hidden
+        return finish_layer(self, x, self.self_attn(both, rope, past, 0, mask))
 
 
 @dataclass
@@ -64,60 +63,17 @@ class ChainKeys:
         return keys, values
 
 
-class Eagle3Drafter(Drafter):
-    """A drafter that recurs on its own output, one slot per draft.
+class RecursiveDrafter(Drafter):
+    """Base of drafters that recur on their own output, one slot per draft.
 
-    Slot i is the pair (feature of position i, token i + 1); the feature is the target's, fused by `project`, or the
+    Slot i is the pair (feature of position i, token i + 1); the feature is the target's, as `project` gives it, or the
     output of slot i - 1. Decoding protocol (B active rows, m taps, Dt target hidden size):
         `cache = new_cache(first_positions[B])`
         `seed[B, D] = extend(cache, features[B, T, m*Dt], next_tokens[B, T], valid[B, T])` at prefill, after commits
         `state = start(cache, anchor[B], seed)`; `start(cache, anchor[B], None, pseudo)` for a further stage
         `logits[B, Vd], None, state = step(cache, state, prev[B])` once per draft
+    A family brings `project`, `backbone` and `logits`.
     """
-
-    config_class = Eagle3Config
-
-    def __init__(self, config: Eagle3Config):
-        super().__init__(config)
-        taps, size, eps = len(config.target_layer_ids), config.target_hidden_size, config.rms_norm_eps
-        if config.norm_before_fc:
-            self.input_norm = RMSNorm(taps * size, eps=eps)
-        if config.fc_norm:
-            self.fc_norm = nn.ModuleList(RMSNorm(size, eps=eps) for _ in range(taps))
-        self.fc = nn.Linear(taps * size, config.hidden_size, bias=config.fc_bias)
-        deeper = (DraftLayer(config) for _ in range(1, config.num_hidden_layers))
-        self.layers = nn.ModuleList([FusionLayer(config), *deeper])
-        self.norm = RMSNorm(config.hidden_size, eps=eps) if config.norm_head else nn.Identity()
-        self.rotary_emb = RotaryEmbedding(config)
-        self.post_init()
-
-    # ------------------------------------------------------------------ pieces shared by training and decoding
-
-    def project(self, features: torch.Tensor) -> torch.Tensor:
-        """Fused features [..., D] of tapped target states [..., m*Dt]."""
-        x = features.to(self.device, self.dtype)
-        if self.config.norm_before_fc:
-            x = self.input_norm(x)
-        if self.config.fc_norm:
-            taps = x.chunk(len(self.fc_norm), -1)
-            x = torch.cat([norm(tap) for norm, tap in zip(self.fc_norm, taps, strict=True)], -1)
-        return self.fc(x).to(self.dtype)  # the residual stream starts here: no bfloat16 under autocast
-
-    def backbone(self, hidden, tokens, positions, past, mask) -> torch.Tensor:
-        """Outputs [B, T, D], in the form the next slot reads, of slots (`hidden` [B, T, D], `tokens` [B, T]).
-
-        `positions` [B, T] are the features'; `past.update(k, v, layer)` puts earlier slots before these; `mask` as in
-        `attend`.
-        """
-        rope = self.rotary_emb(hidden, positions + self.config.position_offset)
-        x = self.layers[0](hidden, self.embed(tokens), rope, past, mask)
-        for i, layer in enumerate(self.layers[1:], 1):
-            x = layer(x, rope, past, i, mask)
-        return self.norm(x) if self.config.norm_output else x
-
-    def logits(self, outputs: torch.Tensor) -> torch.Tensor:
-        """Logits [..., Vd], at least float32, of outputs [..., D] of `backbone`, `extend` or `unroll`."""
-        return self.head(outputs if self.config.norm_output else self.norm(outputs))
 
     # ------------------------------------------------------------------ decoding protocol
 
@@ -184,7 +140,7 @@ class Eagle3Drafter(Drafter):
         position_ids=None,
         stages: int = 1,
         detach_chain: bool = False,
-        step_decay: float = 0.8,
+        step_decay: float | None = None,
     ) -> DrafterOutput:
         """The chains of all anchors by training-time test: K = `config.chain_length` steps, the true tokens fed in.
 
@@ -197,7 +153,7 @@ class Eagle3Drafter(Drafter):
             anchors (`torch.Tensor`, *optional*): [B, N] indices into the row, -1 for none. All possible ones by default.
             position_ids (`torch.Tensor`, *optional*): [B, T], restarting at 0 with each packed document.
             stages (`int`), detach_chain (`bool`): length of the chains; whether gradients stop between stages.
-            step_decay (`float`): the loss of draft k (from 0) weighs step_decay^k.
+            step_decay (`float`, *optional*): the loss of draft k (from 0) weighs step_decay^k. The family's by default.
 
         Returns:
             [`DrafterOutput`]: with `labels` the cross entropy, averaged over weights, of the labels the draft vocabulary holds
@@ -216,7 +172,7 @@ class Eagle3Drafter(Drafter):
         slots = (anchors - 1).clamp(min=0)
         steps = self.unroll(features, input_ids.roll(-1, 1), stages * K, position_ids, slots, K if detach_chain else None)
         states = [(torch.stack(steps[s * K : (s + 1) * K], 2), None) for s in sorted({0, stages - 1})]
-        decay = step_decay ** torch.arange(K, device=anchors.device)
+        decay = (self.config.step_decay if step_decay is None else step_decay) ** torch.arange(K, device=anchors.device)
         return self._output(states, stages, input_ids, labels, anchors, position_ids, decay)
 
     def usable_anchors(self, anchors, position_ids) -> torch.Tensor:
@@ -259,6 +215,54 @@ class Eagle3Drafter(Drafter):
             hidden = self.backbone(hidden, tokens[rows, (slots + j) % T], positions[rows, slots] + j, past, mask[:, None])
             outputs.append(hidden)
         return outputs
+
+
+class Eagle3Drafter(RecursiveDrafter):
+    """EAGLE-3: three or more taps, fused; the first layer reads embedding and feature side by side."""
+
+    config_class = Eagle3Config
+
+    def __init__(self, config: Eagle3Config):
+        super().__init__(config)
+        taps, size, eps = len(config.target_layer_ids), config.target_hidden_size, config.rms_norm_eps
+        if config.norm_before_fc:
+            self.input_norm = RMSNorm(taps * size, eps=eps)
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(RMSNorm(size, eps=eps) for _ in range(taps))
+        self.fc = nn.Linear(taps * size, config.hidden_size, bias=config.fc_bias)
+        deeper = (DraftLayer(config) for _ in range(1, config.num_hidden_layers))
+        self.layers = nn.ModuleList([FusionLayer(config), *deeper])
+        self.norm = RMSNorm(config.hidden_size, eps=eps) if config.norm_head else nn.Identity()
+        self.rotary_emb = RotaryEmbedding(config)
+        self.post_init()
+
+    # ------------------------------------------------------------------ pieces shared by training and decoding
+
+    def project(self, features: torch.Tensor) -> torch.Tensor:
+        """Fused features [..., D] of tapped target states [..., m*Dt]."""
+        x = features.to(self.device, self.dtype)
+        if self.config.norm_before_fc:
+            x = self.input_norm(x)
+        if self.config.fc_norm:
+            taps = x.chunk(len(self.fc_norm), -1)
+            x = torch.cat([norm(tap) for norm, tap in zip(self.fc_norm, taps, strict=True)], -1)
+        return self.fc(x).to(self.dtype)  # the residual stream starts here: no bfloat16 under autocast
+
+    def backbone(self, hidden, tokens, positions, past, mask) -> torch.Tensor:
+        """Outputs [B, T, D], in the form the next slot reads, of slots (`hidden` [B, T, D], `tokens` [B, T]).
+
+        `positions` [B, T] are the features'; `past.update(k, v, layer)` puts earlier slots before these; `mask` as in
+        `attend`.
+        """
+        rope = self.rotary_emb(hidden, positions + self.config.position_offset)
+        x = self.layers[0](hidden, self.embed(tokens), rope, past, mask)
+        for i, layer in enumerate(self.layers[1:], 1):
+            x = layer(x, rope, past, i, mask)
+        return self.norm(x) if self.config.norm_output else x
+
+    def logits(self, outputs: torch.Tensor) -> torch.Tensor:
+        """Logits [..., Vd], at least float32, of outputs [..., D] of `backbone`, `extend` or `unroll`."""
+        return self.head(outputs if self.config.norm_output else self.norm(outputs))
 
 
 def detached_after(count: int, keys_values: dict[int, tuple]) -> dict[int, tuple]:

@@ -25,6 +25,7 @@ from transformers.generation import BaseStreamer, LogitsProcessor, StoppingCrite
 
 from hf_dspark import SpeculationConfig, keyed_processors  # noqa: E402
 from hf_dspark.decoding.generate import CACHE_FIELD  # noqa: E402
+from hf_dspark.decoding.options import FOREIGN, WITHOUT_EFFECT  # noqa: E402
 
 DOC, NEW, SEED = ROOT / "docs" / "generation_options.md", 10, 5
 TEXT = """# Generation options
@@ -37,9 +38,9 @@ What becomes of an option of `generate()` when a drafter is passed as `assistant
   seed=...)`; the verifications `ratio` and `block` use the same probabilities and give the same distribution.
 * **refused**: a `ValueError` that says why and what to set instead.
 
-No option is silently ignored. `SpeculationConfig(engine="stock")` runs transformers' own assisted loop instead of ours: one
-row, the same greedy tokens and the same distribution, none of the rest is promised. `cache` was called `past_key_values` before
-transformers 5.24.
+No option is silently ignored: those without effect are listed last. `SpeculationConfig(engine="stock")` runs transformers' own
+assisted loop instead of ours: one row, the same greedy tokens and the same distribution, none of the rest is promised. `cache`
+was called `past_key_values` before transformers 5.24.
 """
 
 
@@ -108,6 +109,7 @@ def options(case) -> dict[str, list[Option]]:
             Option("top_k", dict(top_k=5), "sampled"),
             Option("top_p", dict(top_p=0.8), "sampled"),
             Option("min_p", dict(min_p=0.05), "sampled"),
+            Option("top_h", dict(top_h=0.6), "sampled"),
             Option("typical_p", dict(typical_p=0.9), "sampled"),
             Option("epsilon_cutoff", dict(epsilon_cutoff=0.01), "sampled"),
             Option("eta_cutoff", dict(eta_cutoff=0.01), "sampled"),
@@ -157,6 +159,7 @@ def options(case) -> dict[str, list[Option]]:
             Option("dola_layers", dict(dola_layers="high"), "ours"),
             Option("assistant_tokenizer", dict(assistant_tokenizer=tokenizer), "ours"),
             Option("num_assistant_tokens", dict(num_assistant_tokens=2)),
+            *(Option(name, {name: "heuristic" if "schedule" in name else 7}, "ours") for name in FOREIGN),
             Option("SpeculationConfig(verification='block')", {}, "block"),
             Option("SpeculationConfig(loop_gate=-0.5)", {}, "loop"),
         ],
@@ -246,6 +249,8 @@ def markdown() -> str:
     for group, rows in table().items():
         parts.append(f"\n## {group}\n\n| Option | Greedy | Sampled | |\n|---|---|---|---|\n")
         parts += [f"| {_shown(name)} | {greedy} | {sampled} | {note} |\n" for name, greedy, sampled, note in rows]
+    parts.append("\n## Without effect\n\n| Option | Why |\n|---|---|\n")
+    parts += [f"| `{name}` | {why} |\n" for name, why in WITHOUT_EFFECT.items()]
     return "".join(parts)
 
 

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from hf_dspark.auto import AutoDrafter
 
 ROOT = Path(__file__).parent / "fixtures"
-DEEPSPEC = ["deepspec-dflash", "deepspec-dspark-vanilla", "deepspec-dspark-rnn"]
+DEEPSPEC = ["deepspec-dflash", "deepspec-dspark-vanilla", "deepspec-dspark-rnn", "deepspec-dspark-gemma4-keqv"]
 SPECFORGE = ["specforge-dspark-vanilla", "specforge-domino-shift"]
 SPECULATORS = ["speculators-dflash-reduced", "speculators-dspark-gated-bonus", "speculators-dspark-vanilla-anchor"]
 BLOCKS = [*DEEPSPEC, "zlab-dflash-b8", *SPECFORGE, *SPECULATORS]

@@ -117,6 +117,20 @@ def test_the_drafter_comes_back_bound_in_eval_mode_and_knows_where_its_tensors_c
     assert reduced.sources["d2t"].endswith("d2t") and reduced.sources.keys() >= reduced.state_dict().keys()
 
 
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("smollm2", r"target='smollm2' is a name.*load_smollm2\(\)\[0\]"),
+        ("Qwen/Qwen3-4B", r"AutoModelForCausalLM.from_pretrained\('Qwen/Qwen3-4B'\)"),
+        (golden.ROOT, "is a name"),
+        (load_target("zlab-dflash-b8").config, "target is a Qwen3Config.*pass the model itself"),
+    ],
+)
+def test_a_target_that_is_no_loaded_model_is_refused(target, words):
+    with pytest.raises(TypeError, match=words):
+        AutoDrafter.from_pretrained(drafter_folder("zlab-dflash-b8"), target=target)
+
+
 def test_subfolders_and_unknown_fields(tmp_path):
     shutil.copytree(drafter_folder("zlab-dflash-b8"), tmp_path / "inner" / "drafter")
     drafter = AutoDrafter.from_pretrained(tmp_path, subfolder="inner/drafter")
@@ -138,8 +152,8 @@ def test_a_drafter_of_a_newer_version_asks_for_an_upgrade(tmp_path):
         AutoDrafter.from_pretrained(tmp_path)
 
 
-def test_heads_inside_a_target_and_instances_are_refused_with_a_way_out():
-    with pytest.raises(NotImplementedError, match="from_target got a Qwen3ForCausalLM.*use AutoDrafter"):
+def test_a_target_without_heads_and_instances_are_refused_with_a_way_out():
+    with pytest.raises(ValueError, match="no multi-token-prediction heads.*use AutoDrafter"):
         AutoDrafter.from_target(load_target("zlab-dflash-b8"))
     with pytest.raises(TypeError, match="from_pretrained"):
         AutoDrafter()

@@ -32,6 +32,17 @@ FAMILIES = {
     "eagle3": dict(),
     "eagle3, reduced, own, deep": dict(**OWN, draft_vocab_size=6, num_hidden_layers=2),
     "eagle3.1": dict(norm_output=True, norm_before_fc=True, position_offset=1, qk_norm=False),
+    "mtp": dict(),
+    "mtp, raw states, own, reduced": dict(
+        **OWN, draft_vocab_size=6, hidden_first=True, norm_output=False, tap_final_norm=False
+    ),
+    "mtp, window and experts": dict(
+        block=dict(
+            model_type="mixtral", num_local_experts=3, num_experts_per_tok=2, sliding_window=3,
+            layer_types=["sliding_attention"],
+        )
+    ),
+    "mtp, three heads": dict(heads=3),
 }
 ENGINES = ["own"] if Version(transformers.__version__) < Version("5.18") else ["own", "stock"]
 CALLS = [pytest.param(engine, rows, id=f"{engine}-{rows}") for engine in ENGINES for rows in (1, 3)]
@@ -44,6 +55,8 @@ def target():
 
 
 def make(family, seed=6):
+    if family.startswith("mtp"):
+        return tiny.make_mtp(target(), seed=seed, **FAMILIES[family])
     options = {"target_layer_ids": [0, -1], **FAMILIES[family]}
     if family.startswith("eagle3"):
         return tiny.make_eagle3(target(), seed=seed, **options)

@@ -49,3 +49,19 @@ def test_schedules_are_compared_by_batch_size(run):
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda p: p.name)
 def test_examples_are_under_80_lines(path):
     assert len(path.read_text(encoding="utf-8").splitlines()) < 80
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda p: p.name)
+def test_examples_say_what_to_give_them_and_take_the_demos_model(path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    for given, words in (([], "or pass --tiny"), (["--help"], "smollm2")):
+        monkeypatch.setattr(sys, "argv", [path.name, *given])
+        with pytest.raises(SystemExit):
+            runpy.run_path(str(path), run_name="__main__")
+        output = capsys.readouterr()
+        assert words in output.out + output.err
+
+
+def test_heads_inside_a_target_draft_for_a_batch(run):
+    output = run("heads.py")
+    assert output.count("the same as without a drafter: True") == 2 and "batch of 3" in output

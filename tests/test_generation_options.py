@@ -4,6 +4,9 @@ import warnings
 
 import generation_options
 import pytest
+from transformers import GenerationConfig
+
+from hf_dspark.decoding.options import EXACT, FOREIGN, REFUSED, WITHOUT_EFFECT
 
 
 @pytest.fixture(scope="module")
@@ -45,3 +48,10 @@ def test_a_result_that_differs_is_noticed():
         assert generation_options.outcome(case, option, False)[0] == "different"
     finally:
         generation_options.tiny.good = good
+
+
+def test_every_field_of_a_generation_config_is_classified_once():
+    fields = {name for name in vars(GenerationConfig()) if not name.startswith("_")} | {"speculation"}
+    classes = [EXACT, REFUSED, set(FOREIGN), set(WITHOUT_EFFECT)]
+    assert not fields - set().union(*classes), "say in hf_dspark/decoding/options.py what becomes of these"
+    assert sum(map(len, classes)) == len(set().union(*classes)), "a field is in two classes"

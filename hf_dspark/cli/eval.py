@@ -1,25 +1,28 @@
 """`hf-dspark eval`: acceptance and speed of plain decoding, prompt lookup and a drafter, side by side."""
 
 import json
+import math
 from datetime import date
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from hf_dspark.evaluation.benchmark import Plan, make_methods, run, write_json
-from hf_dspark.evaluation.environment import environment, file_hash
 from hf_dspark.evaluation.prompts import read_prompts
-from hf_dspark.evaluation.timing import Busy
-from hf_dspark.modeling import SpeculationConfig
 
 from .shared import (
     EMBEDDED,
     check_drafter,
+    check_output,
+    check_target,
     console,
+    finite,
+    interruptible,
     load_drafter,
     load_target,
     number,
+    percent,
     progress,
     prompt_warnings,
     say,
@@ -30,28 +33,45 @@ from .shared import (
 app = typer.Typer(add_completion=False)
 
 
+LEGEND = (
+    "tau: tokens per target forward, bonus token included. drafts: accepted ones per round. rate: their share of the verified "
+    "ones. tok/s: tokens per second, ms/token: drafting/verifying/rest, both with the prefill left out. x plain, x lookup: "
+    "speed against plain decoding and prompt lookup, with 95 % intervals. same: answers equal to plain decoding's, token for "
+    "token."
+)
+METHODS = (
+    "own: the drafter in this library's loop; stock: in transformers' loop; lookup: transformers' prompt lookup. In brackets: "
+    "the knobs that were set."
+)
+
+
 @app.command()
 def evaluate(
-    target: str = typer.Argument(..., help=f"Hub id or folder of the target; '{EMBEDDED}' is the demo's model."),
-    prompts: Annotated[list[Path], typer.Option(exists=True, help="jsonl of `turns`, `messages` or `prompt`; repeats.")] = ...,
+    target: str = typer.Argument(
+        ..., callback=check_target, help=f"Hub id or folder of the target; '{EMBEDDED}' is the demo's model."
+    ),
+    prompts: Annotated[
+        list[Path], typer.Option(exists=True, dir_okay=False, help="jsonl of `turns`, `messages` or `prompt`; repeats.")
+    ] = ...,
     drafter: str = typer.Option(None, callback=check_drafter, help="Hub id or folder of a drafter."),
     methods: str = typer.Option("plain,lookup,own", help="Of plain, lookup, stock and own, with commas."),
     setting: Annotated[list[str], typer.Option(help="Knobs for own and stock, e.g. 'num_draft_tokens=3'; repeatable.")] = (),
-    temperature: Annotated[list[float], typer.Option(help="0 is greedy; repeatable.")] = (0.0,),
-    top_k: int = typer.Option(0, help="When sampling; 0 is off."),
-    top_p: float = typer.Option(1.0, help="When sampling; 1 is off."),
-    limit: int = typer.Option(None, help="Only the first so many prompts of each set."),
-    max_new_tokens: int = typer.Option(256, help="Longest answer."),
-    repeats: int = typer.Option(1, help="How often everything is measured."),
-    lookup_tokens: int = typer.Option(5, help="Drafts of prompt lookup."),
+    temperature: Annotated[list[float], typer.Option(min=0, callback=finite, help="0 is greedy; repeatable.")] = (0.0,),
+    top_k: int = typer.Option(0, min=0, help="When sampling; 0 is off."),
+    top_p: float = typer.Option(1.0, min=0, max=1, callback=finite, help="When sampling; 1 is off."),
+    limit: int = typer.Option(None, min=1, help="Only the first so many prompts of each set."),
+    max_new_tokens: int = typer.Option(256, min=1, help="Longest answer."),
+    repeats: int = typer.Option(1, min=1, help="How often everything is measured."),
+    lookup_tokens: int = typer.Option(5, min=1, help="Drafts of prompt lookup."),
     turns: str = typer.Option("first", help="Of a conversation: first, or all."),
     chat: bool = typer.Option(True, help="Render prompts with the tokenizer's chat template."),
     thinking: bool = typer.Option(None, help="Passed to the chat template; its own default if neither is given."),
-    seed: int = typer.Option(0, help="Of sampling and of the order in which methods take turns."),
+    seed: int = typer.Option(0, min=0, help="Of sampling and of the order in which methods take turns."),
     dtype: str = typer.Option("auto", help="auto, float32, bfloat16, float16 or float64."),
     device: str = typer.Option(None, help="cpu, cuda, mps, ...; the CPU by default."),
     out: Annotated[Path, typer.Option(help="Results and run record; OUT.partial.jsonl while it runs.")] = Path("eval.json"),
     plots: Annotated[Path, typer.Option(help="A folder for pictures.")] = None,
+    overwrite: bool = typer.Option(False, "--overwrite", help="Replace OUT and pictures that are there."),
 ):
     """Measure acceptance and speed of a drafter against other ways of generating the same answers."""
     kinds = [m.strip() for m in methods.split(",") if m.strip()]
@@ -59,13 +79,19 @@ def evaluate(
         raise ValueError(f"--methods {methods} needs a drafter: pass --drafter, or --methods plain,lookup.")
     if turns not in ("first", "all"):
         raise ValueError(f"--turns {turns} is unknown: use first or all.")
+    check_output(out, "--out", overwrite)
+    check_output(plots, "--plots", overwrite, folder=True)
+    if plots is not None:
+        import_module("matplotlib")  # or hours of measuring would end without pictures
+    texts = [p for path in prompts for p in read_prompts(path, limit)]
     settings = [parse_setting(s) for s in setting] or [{}]
-    model, tokenizer = load_target(target, dtype, device)
-    assistant = load_drafter(drafter, model) if drafter else None
-    if assistant is not None:
-        warn(prompt_warnings(assistant, tokenizer, chat, thinking))
+
+    from hf_dspark.evaluation.benchmark import Plan, make_methods, run, write_json
+    from hf_dspark.evaluation.environment import environment, file_hash
+    from hf_dspark.evaluation.timing import Busy
+
     plan = Plan(
-        prompts=[p for path in prompts for p in read_prompts(path, limit)],
+        prompts=texts,
         methods=make_methods(kinds, settings, lookup_tokens),
         temperatures=list(temperature),
         max_new_tokens=max_new_tokens,
@@ -76,20 +102,30 @@ def evaluate(
         thinking=thinking,
         sampling={"top_k": top_k, "top_p": top_p},
     )
+    model, tokenizer = load_target(target, dtype, device)
+    assistant = load_drafter(drafter, model) if drafter else None
+    if assistant is not None:
+        warn(prompt_warnings(assistant, tokenizer, chat, thinking))
     header = {"target": target, "drafter": drafter, "files": {p.name: file_hash(p) for p in prompts}}
     header["environment"] = environment(model, assistant)
     partial = out.with_name(out.name + ".partial.jsonl")
-    with progress() as bar, Busy() as busy:
+    with interruptible(f"answers so far are in {partial}; the same command goes on."), progress() as bar, Busy() as busy:
         task = bar.add_task("answers", total=None)
         result = run(model, tokenizer, assistant, plan, header, partial, lambda i, n: bar.update(task, completed=i, total=n))
     write_json({"date": date.today().isoformat(), "processor_share": busy.share, **result}, out)
     partial.unlink()
+    report(result, busy.warning(model.device), out, plots)
+
+
+def report(result: dict, warnings: list[str], out: Path, plots: Path | None) -> None:
+    """Print tables and their legend, what was left out, and hints; draw pictures."""
     for method, why in result["refused"].items():
         warn([f"{method} was left out: {why}"])
     for group in dict.fromkeys((r["set"], r["temperature"]) for r in result["results"]):
         console.print(results_table([r for r in result["results"] if (r["set"], r["temperature"]) == group], *group))
-    say(f"ms/token: drafting/verifying/rest, prefill left out. Everything measured is in {out}.", "dim")
-    warn(busy.warning(model.device))
+    console.print(f"{LEGEND} {METHODS}", style="dim", markup=False)
+    say(f"Everything measured is in {out}.", "dim")
+    warn(warnings)
     for line in hints(result["results"]):
         say(f"Hint: {line}", "dim")
     if plots is not None:
@@ -112,8 +148,8 @@ def hints(results: list[dict], few: int = 10) -> list[str]:
     answers = min((r["answers"] for r in results), default=few)
     if answers < few:
         lines.append(
-            f"{answers} answer{'s' * (answers != 1)} of a method are too few to tell it from another: the intervals in "
-            f"brackets are rough. Give {few} prompts or more, and --repeats."
+            f"{answers} answer{'s' * (answers != 1)} of a method {'are' if answers != 1 else 'is'} too few to tell it from "
+            f"another: the intervals in brackets are rough. Give {few} prompts or more, and --repeats."
         )
     return lines
 
@@ -129,6 +165,8 @@ def parse_setting(text: str) -> dict:
             knobs[name] = json.loads(value)
         except ValueError:
             knobs[name] = value
+    from hf_dspark.modeling import SpeculationConfig
+
     try:
         SpeculationConfig(**knobs)
     except (TypeError, ValueError) as error:
@@ -137,19 +175,23 @@ def parse_setting(text: str) -> dict:
 
 
 def results_table(results: list[dict], name: str, temperature: float):
-    """tau with the bonus token (pooled, and as mean over answers), drafts accepted per round, acceptance rate, milliseconds per
-    token (draft/verify/rest), speed-ups with their intervals, and the share of answers equal to plain decoding's."""
-    columns = ["method", "tau", "macro", "accepted", "rate", "tok/s", "ms/token", "x plain", "x lookup", "same"]
+    """One row per method, what it was and how fast; `LEGEND` explains the columns. At most 100 characters wide."""
+    columns = ["method", "tau", "drafts", "rate", "tok/s", "ms/token", "x plain", "x lookup", "same"]
     rows = []
     for r in results:
-        split = "/".join(number(1e3 * s, 1) for s in r["split"].values()) if "split" in r else "-"
-        rates = [r.get("accepted_per_round"), r.get("acceptance_rate")]
+        split = "/".join(f"{1e3 * s:.3g}" for s in r["split"].values()) if "split" in r else "-"
+        rates = [r.get("accepted_per_round"), percent(r.get("acceptance_rate", math.nan))]
         ratios = [_ratio(r.get(f"speedup_over_{m}")) for m in ("plain", "lookup")]
-        same = f"{r['same_text']:.0%}" if r.get("same_text") is not None else "-"
+        same = percent(r.get("same_text", math.nan))
         speed = number(r["tokens_per_second"], 1)
-        rows.append([r["method"], r["tau"], r["tau_macro"], *rates, speed, split, *ratios, same])
+        method = r["method"].replace("[", "\n[", 1).replace(", ", "\n ")
+        rows.append([method, r["tau"], *rates, speed, split, *ratios, same])
     return table(f"{name}, temperature {temperature:g}", columns, rows)
 
 
 def _ratio(speedup: dict | None) -> str:
-    return f"{speedup['ratio']:.2f} ({speedup['low']:.2f}-{speedup['high']:.2f})" if speedup else "-"
+    """Example: `'12.3\\n(9.87-14.1)'`."""
+    if not speedup:
+        return "-"
+    ratio, low, high = (number(speedup[k], 2 if speedup[k] < 10 else 1) for k in ("ratio", "low", "high"))
+    return f"{ratio}\n({low}-{high})"

@@ -1,62 +1,77 @@
-"""What the commands have in common: loading models, warning about prompts a drafter wasn't trained on, printing."""
+"""What the commands have in common: where results may go, warnings about prompts a drafter wasn't trained on, printing."""
 
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-import torch
+import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
-from transformers.utils.logging import disable_progress_bar
+from rich.text import Text
 
-EMBEDDED = "smollm2"  # the target that comes with the demo extra
-DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+from hf_dspark.names import EMBEDDED
 
-console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+from .loading import check_drafter, check_target, dtype_of, finite, load_drafter, load_target, shipped_drafter
 
+__all__ = [
+    "EMBEDDED",
+    "check_drafter",
+    "check_output",
+    "check_target",
+    "console",
+    "dtype_of",
+    "finite",
+    "interruptible",
+    "load_drafter",
+    "load_target",
+    "number",
+    "percent",
+    "progress",
+    "prompt_warnings",
+    "say",
+    "shipped_drafter",
+    "table",
+    "warn",
+]
 
-def dtype_of(name: str):
-    if name not in DTYPES:
-        raise ValueError(f"--dtype {name} is unknown: use one of {', '.join(DTYPES)}.")
-    return name if name == "auto" else getattr(torch, name)
-
-
-def load_target(name: str, dtype: str = "auto", device: str | None = None):
-    """A target and its tokenizer; `smollm2` is the model of the demo extra."""
-    if name == EMBEDDED:
-        from hf_dspark.embedded import load_smollm2
-
-        kind = dtype_of(dtype)
-        disable_progress_bar()  # "Loading weights", for half a second
-        model, tokenizer = load_smollm2(torch.float32 if kind == "auto" else kind)
-    else:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(name)
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype_of(dtype))
-    return model.to(device) if device else model, tokenizer
-
-
-def check_drafter(name: str | None) -> str | None:
-    """The callback of every option that names a drafter: a path that leads nowhere is refused before anything is loaded."""
-    from hf_dspark.hub.checkpoint import check_place
-
-    if name is not None:
-        check_place(name)
-    return name
+console = Console(highlight=False, width=None if sys.stdout.isatty() else 100)
 
 
-def load_drafter(name, target=None, **overrides):
-    from hf_dspark.auto import AutoDrafter
+def check_output(path: Path | None, option: str, overwrite: bool = False, folder: bool = False) -> None:
+    """Refuse a place for results that exists already, or that can't exist. Meant to be called before anything is loaded.
 
+    Args:
+        path (`Path`): where results will go; None passes.
+        option (`str`): how the command line calls it, for the message.
+        overwrite (`bool`): the value of `--overwrite`, which allows to replace what is there.
+        folder (`bool`): whether the command writes a folder rather than a file. An empty folder is no result.
+
+    Raises:
+        ValueError: something is there, or is of the wrong kind, or a file stands where a folder of the path should be.
+    """
+    if path is None:
+        return
+    above = next((p for p in path.parents if p.exists()), None)
+    if above is not None and not above.is_dir():
+        raise ValueError(f"{option} {path} can't be written, as {above} is a file and no folder: choose another {option}.")
+    if path.exists() and path.is_dir() != folder:
+        there, wanted = ("folder", "file") if path.is_dir() else ("file", "folder")
+        raise ValueError(f"{option} {path} is a {there}, and a {wanted} is written: choose another {option}.")
+    if not overwrite and (any(path.iterdir()) if folder and path.is_dir() else path.exists()):
+        raise ValueError(f"{option} {path} exists already: choose another {option}, or add --overwrite to replace it.")
+
+
+@contextmanager
+def interruptible(left: str) -> Iterator[None]:
+    """An interrupt within says what is `left` and how to go on."""
     try:
-        return AutoDrafter.from_pretrained(name, target=target, **overrides)
-    except TypeError as error:
-        if overrides:  # an option's value, which its user should read about without a traceback
-            raise ValueError(str(error)) from error
-        raise
+        yield
+    except KeyboardInterrupt:
+        raise typer.Abort(left) from None
 
 
 def prompt_warnings(drafter, tokenizer, chat: bool, thinking: bool | None) -> list[str]:
@@ -94,11 +109,12 @@ def warn(lines: Iterable[str]) -> None:
 
 
 def table(title: str, columns: Iterable[str], rows: Iterable[Iterable]) -> Table:
-    out = Table(title=title, title_justify="left", title_style="bold")
+    """A table of text and numbers; brackets are brackets, not rich's markup."""
+    out = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
     for i, column in enumerate(columns):
-        out.add_column(column, justify="left" if i == 0 else "right", overflow="fold")
+        out.add_column(column, justify="left" if i == 0 else "right", overflow="fold", no_wrap=i == 0)
     for row in rows:
-        out.add_row(*[cell if isinstance(cell, str) else number(cell) for cell in row])
+        out.add_row(*[Text(cell if isinstance(cell, str) else number(cell)) for cell in row])
     return out
 
 
@@ -109,13 +125,11 @@ def number(x, digits: int = 2) -> str:
     return str(x) if isinstance(x, int) else f"{x:.{digits}f}"
 
 
+def percent(x: float) -> str:
+    """Example: 0.256 -> '26%', nan -> '-'."""
+    return "-" if math.isnan(x) else f"{x:.0%}"
+
+
 def progress() -> Progress:
     parts = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     return Progress(*parts, console=console, transient=True)
-
-
-def shipped_drafter(cards: Path = Path(__file__).parents[2] / "model_cards") -> Path | None:
-    """The drafter for the demo's model that a checkout has in model_cards/, DSpark before others; an installed package has
-    none."""
-    found = sorted(cards.glob("*smollm2*/config.json"), key=lambda path: ("dspark" not in path.parent.name, path))
-    return found[0].parent if found else None

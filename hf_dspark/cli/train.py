@@ -2,177 +2,226 @@
 
 import json
 import shlex
+import shutil
 import sys
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
 from hf_dspark.evaluation.environment import environment
 
-from .shared import EMBEDDED, check_drafter, load_drafter, load_target, say
+from .shared import EMBEDDED, check_drafter, console, load_drafter, load_target, say, table, warn
 
 app = typer.Typer(add_completion=False)
-METHODS = {
-    "dspark": dict(correction_head="markov", confidence_head=True),
-    "dflash": dict(correction_head="none", confidence_head=False),
-    "gated": dict(correction_head="gated", confidence_head=True),
-    "rnn": dict(correction_head="rnn", confidence_head=True),
-    "eagle3": {},
-    "domino": dict(correction_head="domino", confidence_head=False, pure_draft_prefix_len=1),
-}
 
 
-@app.command()
-def train(
-    target: str = typer.Argument(..., help=f"Hub id or folder of the target; '{EMBEDDED}' is the demo's model."),
-    data: Annotated[Path, typer.Option(exists=True, help="jsonl from `hf-dspark data generate`.")] = ...,
-    output: Annotated[Path, typer.Option(help="Folder for checkpoints; the trained drafter lies in its `final`.")] = ...,
-    eval_data: Annotated[Path, typer.Option(exists=True, help="Held-out jsonl.")] = None,
-    eval_rows: int = typer.Option(64, help="Rows of --eval-data to use."),
-    method: Annotated[list[str], typer.Option(help=f"{', '.join(METHODS)}; several train side by side.")] = ("dspark",),
-    mask_token_id: int = typer.Option(None, help="An id that never occurs in text; needed for a new drafter."),
-    block_size: int = typer.Option(7, help="Drafts of a block."),
-    layers: int = typer.Option(1, help="Layers of the drafter."),
-    markov_rank: int = typer.Option(256, help="Rank of the correction head."),
-    draft_vocab_size: int = typer.Option(None, help="Draft only the most frequent ids of the data; all by default."),
-    layer_ids: str = typer.Option(None, help="Tapped target layers with commas; five spread evenly by default."),
-    init_from: str = typer.Option(None, help="'target' for its last layers, or a drafter to take what fits from."),
-    max_length: int = typer.Option(4096, help="Longer chats are cut, packed rows filled up to here."),
-    pack: bool = typer.Option(False, help="Several chats in a row of --max-length."),
-    thinking: bool = typer.Option(None, help="How the data's chats were rendered; kept in the drafter's config."),
-    num_anchors: int = typer.Option(512, help="Blocks drawn per chat."),
-    batch_size: int = typer.Option(4, help="Chats of a micro-batch."),
-    accumulate: int = typer.Option(1, help="Micro-batches of a step."),
-    epochs: float = typer.Option(1.0, help="Passes over the data."),
-    max_steps: int = typer.Option(-1, help="Instead of --epochs."),
-    learning_rate: float = typer.Option(6e-4, help="Peak; warm-up over 4 % of the run, then a cosine to 0."),
-    ce: float = typer.Option(0.1, help="Weight of the cross entropy of true tokens."),
-    distill: float = typer.Option(0.9, help="Weight of KL or TV to the target."),
-    confidence: float = typer.Option(1.0, help="Weight of the confidence loss."),
-    kl_until: float = typer.Option(0.75, help="Share of the run over which KL turns into TV; 0 is TV at once."),
-    loop_exposure: int = typer.Option(0, help="N of loop-aware training; 3 is typical."),
-    loop_start: float = typer.Option(0.0, help="Share of the run before it begins."),
-    feature_cache: str = typer.Option(None, help="Folder for the target's outputs, so that only the first epoch runs it."),
-    feature_cache_gb: float = typer.Option(20.0, help="The cache stops growing there."),
-    bf16: bool = typer.Option(False, help="bfloat16 autocast, float32 weights."),
-    gradient_checkpointing: bool = typer.Option(False, help="Less memory, more time."),
-    decode_prompts: int = typer.Option(8, help="Prompts of --eval-data that each evaluation really decodes."),
-    decode_tokens: int = typer.Option(64, help="Tokens of each."),
-    eval_steps: int = typer.Option(None, help="Steps between evaluations."),
-    save_steps: int = typer.Option(500, help="Steps between checkpoints."),
-    resume: bool = typer.Option(False, help="Go on from the last checkpoint in OUTPUT."),
-    seed: int = typer.Option(0, help="Of weights, order, anchors and stages."),
-    dtype: str = typer.Option("auto", help="Of the target: auto, float32, bfloat16, float16 or float64."),
-    device: str = typer.Option(None, help="cpu, cuda, ...; what accelerate chooses by default."),
-):
-    """Train a drafter for a target, or several on one target's features; under `accelerate launch` on many devices."""
-    if init_from != "target":
-        check_drafter(init_from)
-    import transformers
-    from transformers import TrainingArguments
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)
+def train(ctx: typer.Context):
+    """Train a drafter for a target, or several on one target's features; the options are those of `train_options.py`."""
+    from .train_options import parse
 
-    from hf_dspark.training import ChatDataset, DecodeCheck, DrafterTrainer, DrafterTrainingArguments, plot_history
-
-    if unknown := [m for m in method if m not in METHODS]:
-        raise ValueError(f"--method {unknown[0]} is unknown: use {', '.join(METHODS)}.")
-    transformers.set_seed(seed)
-    checkpointing = next(n for n in ("activation_checkpointing", "gradient_checkpointing") if hasattr(TrainingArguments, n))
-    arguments = DrafterTrainingArguments(
-        output_dir=str(output), per_device_train_batch_size=batch_size, gradient_accumulation_steps=accumulate,
-        num_train_epochs=epochs, max_steps=max_steps, learning_rate=learning_rate, lr_scheduler_type="cosine",
-        warmup_steps=0.04, weight_decay=0.0, bf16=bf16, use_cpu=device == "cpu", seed=seed, logging_steps=10, report_to=[],
-        eval_strategy="steps" if eval_data and eval_steps else "no", eval_steps=eval_steps, save_steps=save_steps,
-        save_total_limit=2, num_anchors=num_anchors, pack=pack, max_length=max_length, ce_weight=ce, distill_weight=distill,
-        confidence_weight=confidence, kl_until=kl_until, loop_exposure=loop_exposure, loop_start=loop_start,
-        feature_cache=feature_cache, feature_cache_gb=feature_cache_gb, **{checkpointing: gradient_checkpointing},
-    )  # fmt: skip
-    model, tokenizer = load_target(target, dtype, str(arguments.device))
-    options = {"tokenizer": tokenizer, "max_length": max_length, "enable_thinking": thinking}
-    dataset = ChatDataset.from_jsonl(data, **options)
-    held_out = ChatDataset.from_jsonl(eval_data, limit=eval_rows, **options) if eval_data else None
-
-    common = {"block_size": block_size, "num_hidden_layers": layers, "markov_rank": markov_rank}
-    if layer_ids:
-        common["target_layer_ids"] = [int(i) for i in layer_ids.split(",")]
-    if target != EMBEDDED:
-        common["target_name"] = target
-    drafters = {
-        name: build(model, dataset, mask_token_id, draft_vocab_size, init_from, {**common, **METHODS[name]}) for name in method
-    }
-    for drafter in drafters.values():
-        drafter.config.template_hash, drafter.config.enable_thinking = template_of(tokenizer), thinking
-    trainer = DrafterTrainer(
-        drafters if len(drafters) > 1 else drafters[method[0]],
-        arguments,
-        model,
-        dataset,
-        eval_dataset=held_out,
-        decode_check=DecodeCheck.from_dataset(model, held_out, decode_prompts, decode_tokens) if held_out else None,
-    )
-    result = trainer.train(resume_from_checkpoint=resume or None)
-    if held_out:
-        say(json.dumps(trainer.evaluate(), indent=1))
-    trainer.save_model(str(output / "final"))
-    if trainer.is_world_process_zero():
-        trainer.state.save_to_json(str(output / "final" / "trainer_state.json"))
-        try:
-            plot_history(trainer.state.log_history, output / "final" / "training.png")
-        except ImportError as error:
-            say(str(error))
-        record = run_record(model, dataset, data, trainer.state.global_step, result.metrics["train_runtime"] / 3600)
-        for name in drafters:
-            folder = output / "final" / (name if len(drafters) > 1 else "")
-            (folder / "run.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        say(f"Trained: {output / 'final'}")
+    given, arguments = parse(ctx.args or ["--help"])
+    if given.init_from != "target":
+        check_drafter(given.init_from)
+    elif "eagle3" in given.method:
+        raise ValueError(
+            "--init-from target was given with --method eagle3, whose layer reads twice the target's width, so the target's "
+            "layers don't fit: leave --init-from out, or name a trained drafter."
+        )
+    output, publish = Path(arguments.output_dir), publication(given, arguments)
+    old = claim(output, given.resume, given.overwrite)
+    if is_finished(output, arguments, given.resume):
+        say(f"The run in {output} is at its end, so there is nothing to train: ask for more steps to go on.")
+        return
+    trainer, record = prepare(given, arguments)
+    for path in old if arguments.process_index == 0 else []:  # only now, as nothing can be refused any more
+        shutil.rmtree(path)
+    try:
+        seconds = run(trainer, given, arguments)
+    except KeyboardInterrupt:
+        step = trainer.state.global_step
+        say(f"Stopped at step {step}. Go on with --resume, from the last checkpoint in {output}.")
+        raise typer.Exit(130) from None
+    if trainer.eval_dataset is not None:
+        show(trainer.evaluate(), list(trainer.named))
+    write(trainer, output / "final", {**record, "steps": trainer.state.global_step, "hours": round(seconds / 3600, 3)})
+    if trainer.is_world_process_zero() and publish:
+        say(f"Published: {push(output / 'final', **publish)}")
     trainer.accelerator.wait_for_everyone()  # or processes that are done would end those that still write
     trainer.accelerator.end_training()
 
 
-def run_record(target, dataset, data: Path, steps: int, hours: float) -> dict:
-    """What `hf-dspark card` says of a run; `hours` are those since the last resume."""
+def publication(given, arguments) -> dict:
+    """What --push-to-hub asks for, taken from the trainer, which would publish checkpoints instead of the drafter."""
+    if not arguments.push_to_hub:
+        return {}
+    if len(given.method) > 1:
+        raise ValueError("--push-to-hub publishes one drafter, and several methods were given: train one, or push by hand.")
+    arguments.push_to_hub = False
+    name = arguments.hub_model_id or Path(arguments.output_dir).resolve().name
+    return {"name": name, "private": arguments.hub_private_repo, "token": arguments.hub_token, "branch": arguments.hub_revision}
+
+
+def push(folder: Path, name: str, private, token, branch) -> str:
+    """Write the drafter's card and upload its folder; the address of the commit."""
+    from huggingface_hub import HfApi
+
+    from hf_dspark.hub.card import write_card
+
+    write_card(folder)
+    api = HfApi(token=token)
+    repo = api.create_repo(name, private=private, exist_ok=True).repo_id
+    if branch:
+        api.create_branch(repo, branch=branch, exist_ok=True)
+    return str(api.upload_folder(repo_id=repo, folder_path=folder, revision=branch))
+
+
+def is_finished(output: Path, arguments, resume: bool) -> bool:
+    """Whether --resume meets a run that has all its steps and wrote its drafter."""
+    from transformers.trainer_utils import get_last_checkpoint
+
+    from hf_dspark.training.trainer import finished_state
+
+    last = get_last_checkpoint(output) if resume and (output / "final").exists() else None
+    return last is not None and finished_state(last, arguments) is not None
+
+
+def claim(output: Path, resume: bool, overwrite: bool) -> list[Path]:
+    """Refuse a folder that holds a run, unless it is to be gone on with or replaced; the checkpoints to remove then.
+
+    Raises:
+        ValueError: a run nobody gave up, a file in the place of a folder, or both options.
+    """
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"--output {output} is a file: name a folder.")
+    if resume and overwrite:
+        raise ValueError("--resume goes on with a run and --overwrite replaces it: give one of them.")
+    checkpoints = sorted(output.glob("checkpoint-*"))
+    found = [*checkpoints, *([output / "final"] if (output / "final").exists() else [])]
+    if found and not (resume or overwrite):
+        raise ValueError(
+            f"{output} holds a run ({', '.join(path.name for path in found)}): go on with it by --resume, replace it by "
+            "--overwrite, or give another --output."
+        )
+    return checkpoints if overwrite else []
+
+
+def prepare(given, arguments):
+    """The trainer, and what is known of the run before it begins."""
+    import transformers
+
+    from hf_dspark.training import ChatDataset, DecodeCheck, DrafterTrainer, template_hash
+    from hf_dspark.training.callbacks import LogLines
+
+    transformers.set_seed(arguments.seed)
+    model, tokenizer = load_target(given.target, given.dtype, str(arguments.device))
+    options = {"tokenizer": tokenizer, "max_length": arguments.max_length, "enable_thinking": given.thinking}
+    dataset = ChatDataset.from_jsonl(given.data, **options)
+    held_out = ChatDataset.from_jsonl(given.eval_data, limit=given.eval_rows, **options) if given.eval_data else None
+    drafters = {name: build(name, model, tokenizer, dataset, given) for name in given.method}
+    for drafter in drafters.values():
+        drafter.config.template_hash, drafter.config.enable_thinking = template_hash(tokenizer), given.thinking
+    check = DecodeCheck.from_dataset(model, held_out, given.decode_prompts, given.decode_tokens) if held_out else None
+    drafter = drafters if len(drafters) > 1 else drafters[given.method[0]]
+    trainer = DrafterTrainer(drafter, arguments, model, dataset, eval_dataset=held_out, decode_check=check)
+    for shown in (transformers.ProgressCallback, transformers.PrinterCallback):
+        trainer.remove_callback(shown)
+    trainer.add_callback(LogLines)
+    return trainer, run_record(model, dataset, given.data)
+
+
+def run(trainer, given, arguments) -> float:
+    """Train; the seconds it took.
+
+    Raises:
+        KeyboardInterrupt: the run was stopped before its end.
+    """
+    from hf_dspark.training.callbacks import StopOnInterrupt
+
+    stop = StopOnInterrupt()
+    trainer.add_callback(stop)
+    result = trainer.train(resume_from_checkpoint=arguments.resume_from_checkpoint or given.resume or None)
+    if stop.interrupted and trainer.state.global_step < trainer.state.max_steps:
+        raise KeyboardInterrupt
+    return result.metrics["train_runtime"]
+
+
+def show(metrics: dict, names: list[str]) -> None:
+    """The held-out metrics, a column per drafter."""
+    prefixes = {name: f"eval_{name}_" if name else "eval_" for name in names}
+    wanted = ("tau", "greedy_tau", "decode_tau", "accept_rate@1", "ce_loss", "kl_loss", "tv_loss")
+    body = [[key, *(metrics.get(prefix + key) for prefix in prefixes.values())] for key in wanted]
+    console.print(table(f"held out, loss {metrics['eval_loss']:.3f}", ["", *(name or "drafter" for name in names)], body))
+
+
+def write(trainer, final: Path, record: dict) -> None:
+    """The drafter, or a folder for each; the old ones go, and a card of theirs is marked."""
+    from hf_dspark.hub.card import mark_stale
+    from hf_dspark.training import plot_history
+
+    first = trainer.is_world_process_zero()
+    if first and final.exists():
+        for path in [p for p in final.rglob("*") if p.is_file() and p.name != "README.md"]:
+            path.unlink()
+    trainer.save_model(str(final))
+    if not first:
+        return
+    trainer.state.save_to_json(str(final / "trainer_state.json"))
+    try:
+        plot_history(trainer.state.log_history, final / "training.png")
+    except ImportError as error:
+        say(str(error))
+    for name in trainer.named:
+        folder = final / name
+        (folder / "run.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        if mark_stale(folder):
+            warn([f"{folder / 'README.md'} was written for other weights and says so now: `hf-dspark card` writes it anew."])
+    say(f"Trained: {final}")
+
+
+def run_record(target, dataset, data: Path) -> dict:
+    """What `hf-dspark card` says of a run."""
     facts = environment(target)
     return {
         "target": target.config._name_or_path or type(target).__name__,
         "data": f"{data.name}, the target's own answers",
         "examples": len(dataset),
         "tokens": dataset.supervised,
-        "steps": steps,
-        "hours": round(hours, 3),
         "machine": f"{facts['cpu']}, {facts['threads']} threads" if facts["device"] == "cpu" else facts["machine"],
         "command": shlex.join(["hf-dspark", "train", *sys.argv[2:]]),
         "versions": facts["versions"],
     }
 
 
-def template_of(tokenizer):
-    from hf_dspark.training import template_hash
+def build(method: str, target, tokenizer, dataset, given):
+    """A drafter by the options, with the weights that --init-from gives."""
+    from hf_dspark.training import init_from_drafter, init_from_target, init_mtp, new_drafter, new_eagle3, new_mtp
 
-    return template_hash(tokenizer)
+    from .train_options import METHODS
 
-
-def build(target, dataset, mask_token_id, draft_vocab_size, init_from, options):
-    """A drafter by the options, or what `init_from` gives."""
-    from hf_dspark.training import init_from_drafter, init_from_target, new_drafter, new_eagle3
-
-    other = load_drafter(init_from, target) if init_from and init_from != "target" else None
-    text = target.config.get_text_config()
-    ids = dataset.draft_vocabulary(draft_vocab_size, text.vocab_size) if draft_vocab_size else None
-    if "correction_head" not in options:
-        taps = {k: v for k, v in options.items() if k in ("target_layer_ids", "target_name", "num_hidden_layers")}
-        return new_eagle3(target, ids, chain_length=options["block_size"], **taps)
-    if mask_token_id is None and other is None:
-        raise ValueError(
-            "A new drafter fills its blocks with a token that never occurs in text, and none was named: pass --mask-token-id "
-            "(an unused special token of the tokenizer)."
-        )
+    text, options = target.config.get_text_config(), {"num_hidden_layers": given.layers}
+    other = load_drafter(given.init_from, target) if given.init_from and given.init_from != "target" else None
+    ids = dataset.draft_vocabulary(given.draft_vocab_size, text.vocab_size) if given.draft_vocab_size else None
+    if given.layer_ids:
+        options["target_layer_ids"] = [int(i) for i in given.layer_ids.split(",")]
+    if given.target != EMBEDDED:
+        options["target_name"] = given.target
+    if method == "mtp":
+        drafter = new_mtp(target, ids, chain_length=given.block_size, target_name=options.get("target_name"))
+    elif method == "eagle3":
+        drafter = new_eagle3(target, ids, chain_length=given.block_size, **options)
+    else:
+        mask = given.mask_token_id
+        if mask is None and other is not None:
+            mask = getattr(other.config, "mask_token_id", None)
+        warn(filter(None, [dataset.check_mask_token(mask, tokenizer, text.vocab_size)]))
+        options |= {"block_size": given.block_size, "markov_rank": given.markov_rank, **METHODS[method]}
+        if method == "domino":
+            options |= {"gru_hidden_size": text.hidden_size, "correction_size": given.markov_rank}
+        drafter = new_drafter(target, mask, ids, **options)
     if other is not None:
-        mask_token_id = other.config.mask_token_id if mask_token_id is None else mask_token_id
-    if options["correction_head"] == "domino":
-        options |= {"gru_hidden_size": text.hidden_size, "correction_size": options["markov_rank"]}
-    drafter = new_drafter(target, mask_token_id, ids, **options)
-    if other is not None:
-        init_from_drafter(drafter, other)
-    elif init_from == "target":
-        init_from_target(drafter, target)
+        taken = init_from_drafter(drafter, other)
+        say(f"{len(taken)} of {len(drafter.state_dict())} tensors of {method} start from {given.init_from}.")
+    elif given.init_from == "target":
+        (init_mtp if method == "mtp" else init_from_target)(drafter, target)
     return drafter

@@ -94,8 +94,8 @@ class Row:
         return self.request.budget - self.generated
 
     def ask(self, drafts: list[int], scores: dict[int, torch.Tensor]) -> None:
-        """Prepare the question to the stopping criteria about a round's `drafts`: `stopped(i)` tells whether one fires once i + 1
-        of them are in place. `scores` {position: [V]} are filled as they become known."""
+        """Prepare the question to the stopping criteria about a round's `drafts`: `stopped(i)` tells whether one fires once i + 1 of them
+        (of a tree: of those that [`fill`] put there) are in place. `scores` {position: [V]} are filled as they become known."""
         self.stopped = None
         if not self.settings.criteria:
             return
@@ -107,10 +107,15 @@ class Row:
             seen = lambda i: before + [scores[k] for k in range(i + 1)]  # noqa: E731
         self.stopped = row_stopped(self.settings.criteria, self.text, len(shown) + self.generated, seen)
 
+    def fill(self, tokens: list[int]) -> None:
+        """Put what was accepted so far into the text that the criteria are asked about."""
+        start = len(self.request.shown) + self.generated
+        self.text[0, start : start + len(tokens)] = torch.tensor(tokens, device=self.text.device)
+
     def commit(self, tokens: list[int]) -> Commit:
         """Take verified `tokens`, up to the first that ends the row."""
         if self.stopped is not None:
-            self.text[0, len(self.request.shown) + self.generated + len(tokens) - 1] = tokens[-1]
+            self.fill(tokens)
         try:
             kept, reason = commit(tokens, self.settings.stop_ids, self.left, self.stopped)
         except Exception as error:

@@ -109,6 +109,18 @@ class TargetCache(Cache):
     def advance(self, counts) -> None:
         self.lengths = self.lengths + counts
 
+    def settle_path(self, path: torch.Tensor) -> None:
+        """Bring the accepted nodes of a tree, `path` [B, L] (-1 is filling), behind the anchor, where a chain's drafts would be.
+
+        Node i was written to slot `lengths + 1 + i`, the anchor to slot `lengths`."""
+        order = torch.arange(path.shape[1])
+        if bool(((path < 0) | (path == order)).all()):
+            return
+        first = self.lengths + 1
+        source = first[:, None] + torch.where(path < 0, order, path)
+        for layer in self.layers:
+            layer.buffer.move(source, first)
+
     # ------------------------------------------------------------------ rows that leave and come
 
     def _with(self, buffers, rows: torch.Tensor) -> "TargetCache":
@@ -264,24 +276,27 @@ def from_user_cache(config, cache, keep: torch.Tensor) -> TargetCache:
     return new
 
 
-def attention_masks(model, config, slots: Slots, device, always: bool = False):
+def attention_masks(model, config, slots: Slots, device, tree: torch.Tensor | None = None, always: bool = False):
     """What to pass as `attention_mask` for queries at `slots`: None while all rows have one length, else (or `always`) 4D masks.
 
-    With layer types the model wants a dict, exactly where `generate` itself would build one.
+    With layer types the model wants a dict, exactly where `generate` itself would build one. `tree` bool [B, count, count]: which
+    of the slots each one sees, itself and those above it; windows then count positions, which are depths, not slots.
 
     Raises:
         ValueError: for attention kernels that take no 4D mask.
     """
-    if slots.uniform and not always:
+    if slots.uniform and tree is None and not always:
         return None
     kernel = model.config._attn_implementation
     if kernel not in ("sdpa", "eager"):
         raise ValueError(
-            f"attn_implementation={kernel!r} takes no per-row mask, and the rows of this batch have different lengths: load "
-            "the target with attn_implementation='sdpa', or generate one row at a time."
+            f"attn_implementation={kernel!r} takes no mask per row and token, which rows of different lengths and draft trees "
+            "need: load the target with attn_implementation='sdpa', or generate one row at a time and set tree=None."
         )
     query, key = slots.index(device)[:, :, None], torch.arange(slots.end, device=device)
     causal = key <= query
+    if tree is not None:
+        query, key, causal = _tree_places(slots, tree.to(device), device)
 
     def final(mask):
         mask = mask[:, None]
@@ -303,3 +318,16 @@ def attention_masks(model, config, slots: Slots, device, always: bool = False):
     if getattr(config, "sliding_window", None) is not None:
         return of("sliding_attention")
     return of("chunked_attention" if getattr(config, "attention_chunk_size", None) is not None else "full_attention")
+
+
+def _tree_places(slots: Slots, tree: torch.Tensor, device):
+    """Positions of the queries [B, count, 1] and of all slots [B, 1, end], and which slots each query sees [B, count, end]."""
+    first = slots.first.to(device)[:, None]
+    slot = torch.arange(slots.end, device=device)[None]
+    depth = tree.sum(-1) - 1
+    place = (slot - first).clamp(0, slots.count - 1)
+    inside = (slot >= first) & (slot < first + slots.count)
+    position = torch.where(inside, first + depth.gather(1, place), slot)
+    seen = tree.gather(2, place[:, None].expand(-1, slots.count, -1))
+    sees = torch.where(inside[:, None], seen, slot[:, None] < first[..., None])
+    return (first + depth)[..., None], position[:, None], sees

@@ -12,9 +12,9 @@ _POLICIES: WeakKeyDictionary = WeakKeyDictionary()
 
 def policy_for(drafter, target, speculation) -> Policy:
     """The drafter's policy on this target, made on first use."""
-    recursive, asked = not drafter.config.fixed_block, speculation.num_draft_tokens
+    recursive, asked = drafter.config.recursive, speculation.num_draft_tokens
     longest = drafter.config.max_block
-    block = longest if asked is None else asked if recursive else min(asked, longest)
+    block = longest if asked is None else min(asked, longest) if drafter.config.fixed_block else asked
     policies = _POLICIES.setdefault(drafter, WeakKeyDictionary()).setdefault(target, {})
     key = block, str(target.dtype), speculation.max_draft_stages
     if key not in policies:

@@ -16,7 +16,10 @@ from .cache import from_user_cache
 from .candidates import stock_generate
 from .costs import policy_for
 from .loop import DecodeLoop
+from .options import check_options
 from .outputs import RowOutputs, SpeculationStats, SpeculativeOutput, stacked
+from .preparation import check_positions
+from .selfcheck import check_forward
 from .target import KNOWN_INPUTS, FeatureTap, Target, check_target_model
 
 # Renamed from past_key_values in transformers 5.24; the old name stays readable there.
@@ -93,6 +96,7 @@ def check_call(target, drafter, mode, config, kwargs) -> None:
             f"cache_implementation={implementation!r} can't be rolled back row by row after a rejected draft: drop it, or "
             "generate without assistant_model."
         )
+    check_options(config)
     drafter.bind(target)
     speculation = resolve(drafter, config)
     if speculation.confidence_threshold > 0 and not drafter.config.confidence_head and not drafter.config.survival_model:
@@ -100,6 +104,7 @@ def check_call(target, drafter, mode, config, kwargs) -> None:
             f"confidence_threshold={speculation.confidence_threshold} was set, and this drafter predicts no confidence "
             "(confidence_head=False, no survival_model): set confidence_threshold=0, or use a drafter with the head."
         )
+    check_forward(target, speculation.trust_target)
     if speculation.engine == "own":  # our loop allocates its own cache: keep generate from making one to throw away
         config.cache_implementation, config.use_cache = None, False
 
@@ -132,7 +137,9 @@ def _check_inputs(input_ids, model_kwargs, inputs_tensor) -> None:
             "inputs_embeds was given, and a drafter needs the prompt's token ids (its context is looked up by token): pass "
             "input_ids, or drop assistant_model."
         )
-    extra = sorted(k for k, v in model_kwargs.items() if k not in KNOWN_INPUTS and v is not None)
+    # Of a prompt without images, transformers still hands on an empty dict of encoder outputs.
+    empty = {k for k, v in model_kwargs.items() if v is None or (isinstance(v, dict) and not v)}
+    extra = sorted(model_kwargs.keys() - KNOWN_INPUTS - empty)
     if extra:
         raise ValueError(
             f"The target was given {', '.join(extra)}, which this loop can't carry from round to round exactly: leave them out "
@@ -226,6 +233,10 @@ def _requests(input_ids, mask, processors, criteria, config, speculation) -> tup
     return requests, [where.cpu() for where in columns]
 
 
+def _check_lengths(target, past: list[int], requests: list[Request], chunk: int | None) -> None:
+    check_positions(target, past, [len(r.prompt) for r in requests], [r.budget for r in requests], chunk)
+
+
 @torch.no_grad()
 def speculative_generate(
     target,
@@ -252,6 +263,7 @@ def speculative_generate(
     mask = torch.ones_like(input_ids) if mask is None else mask.to(input_ids.device)
     _check_columns(input_ids, mask, width, model_kwargs.get("position_ids"))
     if speculation.engine == "stock":
+        check_positions(target, [0], mask.sum(1).tolist(), [config.max_length - input_ids.shape[1]] * len(mask), engine="stock")
         kwargs = dict(logits_processor=logits_processor, stopping_criteria=stopping_criteria, generation_config=config)
         kwargs |= dict(synced_gpus=synced_gpus, streamer=streamer, inputs_tensor=inputs_tensor, tokenizer=tokenizer)
         return stock_generate(target, drafter, speculation, stock, input_ids, kwargs | model_kwargs, mask)
@@ -263,7 +275,10 @@ def speculative_generate(
     _check_states(config, input_ids.shape[0])
     waiting = _ADMITTING.get()
     if waiting is not None:
-        waiting += _requests(input_ids, mask.bool(), logits_processor, stopping_criteria, config, speculation)[0]
+        requests = _requests(input_ids, mask.bool(), logits_processor, stopping_criteria, config, speculation)[0]
+        for request in requests:  # they will have company, which mustn't lie on the other side of a position limit
+            check_positions(target, [0, 0], [len(request.prompt), 1], [request.budget, 1])
+        waiting += requests
         return input_ids
     with FeatureTap(target, drafter.config.target_layer_ids) as tap:
         return _run(target, drafter, tap, speculation, input_ids, mask, logits_processor, stopping_criteria, config, streamer,
@@ -278,10 +293,13 @@ def _run(target, drafter, tap, speculation, input_ids, mask, processors, criteri
     given = model_kwargs.get("cache", model_kwargs.get("past_key_values"))
     keep_cache = bool(config.return_dict_in_generate) or given is not None
     observer, policy = _LISTENING.get()
-    if policy is None and ("auto" in (speculation.scheduler, speculation.loop_gate, speculation.copy)):
+    if policy is None and speculation.measures:
         policy = policy_for(drafter, target, speculation)
     loop = DecodeLoop(model, drafter, speculation, policy, observer, config.prefill_chunk_size, keep_cache)
-    loop.admit(requests, lambda: None if given is None else from_user_cache(model.config, given, mask.bool()))
+    cache = None if given is None else from_user_cache(model.config, given, mask.bool())
+    past = [0] * len(requests) if cache is None else cache.lengths.tolist()
+    _check_lengths(target, past, requests, config.prefill_chunk_size)
+    loop.admit(requests, lambda: cache)
     new: list[list[int]] = [[] for _ in requests]
     while loop.active:
         for commit in loop.step():

@@ -10,9 +10,11 @@ from transformers.utils import logging
 from hf_dspark.drafting.copies import LONGEST, offers, with_copies
 from hf_dspark.drafting.draft import Draft
 from hf_dspark.drafting.proposer import Context, Proposer
+from hf_dspark.drafting.tree_drafts import branch, kind_of, propose_trees
 from hf_dspark.modeling import SpeculationConfig
 from hf_dspark.scheduling.headless import survival_estimate
 from hf_dspark.scheduling.policy import AutoGate, StaticGate
+from hf_dspark.verification.tree import ancestors
 
 from .batch import Batch, Commit, Request
 from .cache import TargetCache, drafter_key
@@ -22,6 +24,7 @@ from .prefill import Prefill
 from .target import Target
 
 logger = logging.get_logger("hf_dspark")
+TREE_BUDGET = 32  # nodes of a stage where costs decide
 
 
 class Cancelled(Exception):
@@ -65,6 +68,7 @@ class DecodeLoop:
         self.policy, self.observer = policy, observer
         self.prefill_chunk, self.keep_cache = prefill_chunk, keep_cache
         self.memory = getattr(drafter, "copy_memory", None)
+        self.tree = None if speculation.tree is None else kind_of(drafter, speculation.tree)
         self.seconds, self.finished = Seconds(), {}
         self.batch = self._batch([], None)
         self.coming: list[Prefill] = []
@@ -172,23 +176,29 @@ class DecodeLoop:
         width = max(verified) + 1
         fed = torch.cat([batch.anchors[:, None], draft.tokens[:, : width - 1]], 1)
         ends = [n + length for n, length in zip(batch.lengths, verified)]
+        self.target.restart(batch.ids, batch.cache, batch.lengths)
+        tree = None if draft.parents is None else ancestors(draft.parents[:, : width - 1])
         widths, flags = [1 + n for n in verified], batch.rows[0].outputs.flags
-        out = self.target.forward(fed, batch.cache, ends, widths=None if flags else widths, **flags)
-        commits, new, accepted = self._commit(batch, context.sampling, draft, verified, out.logits.to(batch.device), clock)
+        out = self.target.forward(fed, batch.cache, ends, tree=tree, widths=None if flags else widths, **flags)
+        commits, new, judged = self._commit(batch, context.sampling, draft, verified, out.logits.to(batch.device), clock)
         batch.rows[0].outputs.add_states(out, len(commits[0].tokens), int(batch.cache.lengths[0]))
         clock.lap()
         counts = torch.tensor([len(c.tokens) for c in commits])
+        features = self.target.tap.features(self.drafter.device)
+        if judged.path is not None:
+            batch.cache.settle_path(judged.path)
+            features = along(features, judged.path)
         batch.cache.advance(counts)
-        batch.proposer.observe(self.target.tap.features(self.drafter.device)[:, : new.shape[1]], new, counts)
+        batch.proposer.observe(features[:, : new.shape[1]], new, counts)
         clock.lap()
         self._retire(batch, commits)
         propose, verify, commit, observe, retire = clock.laps()
         seconds = Seconds(draft=propose + observe, verify=verify, overhead=commit + retire)
         self.seconds.add(seconds)
         if self.policy is not None:
-            self.policy.observe(draft, verified, accepted, width, seconds.draft, seconds.verify)
+            self.policy.observe(draft, verified, judged.accepted, width, seconds.draft, seconds.verify)
         if self.observer is not None:
-            self.observer(Round(draft=draft, verified=verified, accepted=accepted, commits=commits, seconds=seconds))
+            self.observer(Round(draft=draft, verified=verified, accepted=judged.accepted, commits=commits, seconds=seconds))
         return commits
 
     def _draft(self, batch: Batch, context: Context) -> tuple[Draft, list[int]]:
@@ -196,11 +206,27 @@ class DecodeLoop:
         if self.policy is not None:
             self.policy.begin(len(batch.rows), sum(context.lengths) / len(batch.rows))
         scheduled, room = self.speculation.scheduler is not None, context.room
+        if self.tree is not None and (self.speculation.tree != "auto" or self.policy.use_tree()):
+            draft = self._draft_trees(batch, context)
+            return draft, draft.lengths
         copies, lengths, planned = self._copies(batch, room, scheduled)
         if planned < batch.proposer.block or any(lengths):
             context.room = [0 if n else min(most, planned) for n, most in zip(lengths, room)]
         draft = with_copies(batch.proposer.propose(context), copies, lengths, room)
         return draft, self.policy.prune(draft) if scheduled else draft.lengths
+
+    def _draft_trees(self, batch: Batch, context: Context) -> Draft:
+        """A tree per row, with what the row could copy as a branch; its size by the policy where none was set."""
+        knobs, branches, size = self.speculation, None, None
+        if knobs.copy is not None:
+            limit = LONGEST if knobs.copy == "auto" else knobs.copy
+            texts = [row.tokens for row in batch.rows]
+            found = offers([row.copies for row in batch.rows], texts, context.room, self.memory, limit)
+            branches = [branch(c.tokens, self.policy.copying[s].expected(c.match, len(c.tokens))) for c, s in found]
+        if knobs.tree_budget is None:
+            size = self.policy.tree_size
+        budget = knobs.tree_budget or TREE_BUDGET
+        return propose_trees(batch.proposer, context, self.tree, budget, size, branches)
 
     def _copies(self, batch: Batch, room: list[int], scheduled: bool) -> tuple[list, list[int], int]:
         """What the rows could copy, how much of it each does, and the drafts planned for each of the others."""
@@ -215,29 +241,27 @@ class DecodeLoop:
         return copies, lengths, 0 if all(lengths) else self.policy.plan() if scheduled else batch.proposer.block
 
     def _context(self, batch: Batch) -> Context:
-        room = [min(row.left - 1, self.target.room(row.n)) for row in batch.rows]
+        room = [min(row.left - 1, self.target.room(row.n), self.target.draft_room(row.n)) for row in batch.rows]
         keys = [row.request.key for row in batch.rows]
         return Context(keys, batch.anchors, batch.ids, batch.lengths, room, sampling_of(batch))
 
     def _commit(self, batch: Batch, sampling, draft: Draft, verified: list[int], logits: torch.Tensor, clock=None):
-        """Judge the drafts and take what is verified: the commits, their tokens [A, T], and the drafts accepted [A]."""
-        accepted, following, drafted, scores = judge(
-            batch, sampling, draft, verified, logits, self.speculation.verification
-        )
+        """Judge the drafts and take what is verified: the commits, their tokens [A, T], and the judgement."""
+        judged = judge(batch, sampling, draft, verified, logits, self.speculation.verification)
         if clock is not None:
             clock.lap()
         rows = list(batch.rows)
-        tokens = [drafted[i][:a] + [t] for i, (a, t) in enumerate(zip(accepted, following))]
-        commits, new = batch.commit(tokens)
+        commits, new = batch.commit(judged.tokens)
         for i, (row, commit) in enumerate(zip(rows, commits)):
             count = len(commit.tokens)
-            row.outputs.add(logits[i], scores[i], count)
+            row.outputs.add(logits[i] if judged.path is None else along(logits[i : i + 1], judged.path[i : i + 1])[0],
+                            judged.scores[i], count)  # fmt: skip
             self._warn_beyond_training(row.n)
             if clock is not None:
-                survived = min(accepted[i], count)
-                judged = verified[i] if count == len(tokens[i]) else survived
-                row.outputs.add_round(count, judged, survived, draft.stages[i], draft.sources[i])
-        return commits, new, accepted
+                survived = min(judged.accepted[i], count)
+                verdicts = verified[i] if count == len(judged.tokens[i]) else survived
+                row.outputs.add_round(count, verdicts, survived, draft.stages[i], draft.sources[i])
+        return commits, new, judged
 
     def _warn_beyond_training(self, length: int) -> None:
         trained = self.drafter.config.trained_length
@@ -259,6 +283,12 @@ class DecodeLoop:
                 self.finished[key] = batch.cache.select([i]), batch.proposer.cache.select(torch.tensor([i]))
         if ended:
             batch.retire(ended)
+
+
+def along(values: torch.Tensor, path: torch.Tensor) -> torch.Tensor:
+    """Of values [A, N + 1, ...] of the anchor and the nodes: the anchor's and those of the `path` [A, L] (-1 is filling)."""
+    places = torch.nn.functional.pad(path.clamp_min(0) + 1, (1, 0)).to(values.device)
+    return values[torch.arange(len(values), device=values.device)[:, None], places]
 
 
 class Laps:

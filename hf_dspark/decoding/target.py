@@ -11,6 +11,7 @@ import torch
 from . import packed as packed_path
 from .cache import LOOPED, TargetCache, attention_masks
 from .packed import Layout
+from .preparation import check_preparation, draft_room, position_limits, recomputes
 
 # What generate() prepares by itself; anything else is an input this loop doesn't know how to continue.
 KNOWN_INPUTS = {
@@ -33,13 +34,14 @@ def decoder_layers(target) -> torch.nn.ModuleList:
         ValueError: if no list of `num_hidden_layers` modules is found.
     """
     count = target.config.get_text_config().num_hidden_layers
-    decoder = target.get_decoder()
-    for module in decoder.modules():
-        if isinstance(module, torch.nn.ModuleList) and len(module) == count:
-            return module
+    # Some models call their head decoder, so what get_decoder() gives may hold no layers.
+    for decoder in (target.get_decoder(), target.base_model):
+        for module in decoder.modules():
+            if isinstance(module, torch.nn.ModuleList) and len(module) == count:
+                return module
     raise ValueError(
-        f"{type(target).__name__} has no list of {count} decoder layers inside {type(decoder).__name__}, so its features can't "
-        "be tapped: use a decoder-only model with standard layers."
+        f"{type(target).__name__} has no list of {count} decoder layers, as its config's num_hidden_layers says, so its "
+        "features can't be tapped: use a decoder-only model with standard layers."
     )
 
 
@@ -57,12 +59,14 @@ class FeatureTap:
     Unlike `output_hidden_states`, whose indices changed meaning between transformers releases, a hook has one meaning.
 
     Args:
-        target: the model. layer_ids (`list[int]`): 0-based layers; -1 is the input of layer 0.
+        target: the model. layer_ids (`list[int]`): 0-based layers; -1 is the input of layer 0, and the number of layers is
+            the last layer's output behind the final norm.
     """
 
     def __init__(self, target, layer_ids: list[int]):
         self.layer_ids = list(layer_ids)
         self.layers = decoder_layers(target) if self.layer_ids else []
+        self.decoder = target.get_decoder()
         self.shape = (0, 0)  # of the ids of the last forward
         self.layout: Layout | None = None  # of the last forward, where that was packed
         self.captured: dict[int, torch.Tensor] = {}
@@ -74,7 +78,7 @@ class FeatureTap:
         def output_of(i):
             def hook(module, args, output):
                 if get_ident() == thread:
-                    self.captured[i] = output[0] if isinstance(output, tuple | list) else output
+                    self.captured[i] = output if isinstance(output, torch.Tensor) else output[0]
 
             return hook
 
@@ -86,7 +90,8 @@ class FeatureTap:
             if i == -1:
                 self.handles.append(self.layers[0].register_forward_pre_hook(input_of, with_kwargs=True))
             else:
-                self.handles.append(self.layers[i].register_forward_hook(output_of(i)))
+                module = self.decoder if i == len(self.layers) else self.layers[i]
+                self.handles.append(module.register_forward_hook(output_of(i)))
         return self
 
     def __exit__(self, *exc) -> None:
@@ -121,6 +126,8 @@ class Target:
         self.cache_name = "cache" if "cache" in parameters else "past_key_values"
         self.keeps_logits = "logits_to_keep" in parameters
         self.fed = 0
+        self.limits = position_limits(self.config)
+        self.restarts = [limit.at + 1 for limit in self.limits if recomputes(model, limit)]
 
     @cached_property
     def places(self) -> int | None:
@@ -130,20 +137,40 @@ class Target:
         sizes = [m.num_embeddings for m in tables if limit <= m.num_embeddings <= limit + 8]  # a few have an offset
         return limit if sizes else None
 
+    def draft_room(self, length: int) -> float:
+        """Most drafts that can be verified exactly behind `length` committed tokens of a row."""
+        return draft_room(self.limits, length)
+
+    def restart(self, ids: torch.Tensor, cache: TargetCache, lengths: list[int]) -> None:
+        """Compute the cache of the one row anew where plain generation does; `ids` [1, ...] begins with its `lengths` tokens.
+
+        The forward reaches over the limit, so all keys are those of the far side. The anchor is fed again with its drafts.
+        """
+        if self.restarts and lengths[0] in self.restarts:
+            cache.lengths = torch.zeros_like(cache.lengths)
+            self.forward(ids[:, : lengths[0]], cache, lengths, torch.tensor([lengths[0] - 1], device=self.device))
+            cache.lengths = torch.tensor(lengths) - 1
+
     def room(self, n: int) -> float:
         """Drafts that fit behind `n` tokens before the target's last position; unlimited where the text is past it already."""
         limit = getattr(self.config, "max_position_embeddings", None) or 0
         return limit - n if limit >= n else math.inf
 
+    def _positions(self, slots, tree) -> torch.Tensor:
+        if tree is None:
+            return slots.index(self.device)
+        return slots.first.to(self.device)[:, None] + (tree.sum(-1) - 1).to(self.device)
+
     def new_cache(self, rows: int) -> TargetCache:
         return TargetCache(self.config, rows)
 
-    def forward(self, ids: torch.Tensor, cache: TargetCache, ends, keep=0, widths: list[int] | None = None, **outputs):
+    def forward(self, ids: torch.Tensor, cache: TargetCache, ends, keep=0, tree=None, widths=None, **outputs):
         """One forward over `ids` [A, T] at each row's next slots; the cache counts nothing until `advance`.
 
         `ends` [A]: where each row's real tokens end; what lies behind is filling, and learned positions may not reach so far.
-        `keep`: positions [n] whose logits are wanted, or 0 for all. `widths` [A]: of each row, the tokens that matter; the
-        others' logits and features are of no use. `outputs`: flags such as `output_attentions`.
+        `keep`: positions [n] whose logits are wanted, or 0 for all. `tree` bool [A, T, T]: which of the tokens each one sees,
+        where they aren't a chain; see [`ancestors`]. `widths` [A]: of each row, the tokens that matter; the others' logits and
+        features are of no use. `outputs`: flags such as `output_attentions`.
         Returns the model's output, with logits [A, n or T, V], and leaves the features in `self.tap`; `self.fed` tokens were
         computed.
         """
@@ -151,41 +178,44 @@ class Target:
         if widths is not None and sum(widths) < ids.numel():
             layout, agrees = Layout(widths), packed_path.agrees(self.model)
         if agrees:
-            return self._packed(ids, cache, ends, layout)
+            return self._packed(ids, cache, ends, tree, layout)
         if agrees is None:
             with suppress(Exception):
-                packed = self._packed(ids, cache, ends, layout).logits
-        out = self._padded(ids, cache, ends, keep, **outputs)
+                packed = self._packed(ids, cache, ends, tree, layout).logits
+        out = self._padded(ids, cache, ends, keep, tree, **outputs)
         if agrees is None:
             packed_path.compare(self.model, layout, out.logits, packed)
         return out
 
-    def _padded(self, ids, cache, ends, keep, **outputs):
-        slots, last = self._place(ids, cache), torch.as_tensor(ends, device=self.device)[:, None] - 1
-        positions = torch.minimum(slots.index(self.device), last)
-        masks = attention_masks(self.model, self.config, slots, self.device)
+    def _padded(self, ids, cache, ends, keep, tree, **outputs):
+        slots, positions = self._place(ids, cache, ends, tree)
+        masks = attention_masks(self.model, self.config, slots, self.device, tree)
         out = self._call(cache, ids, positions, masks, keep, outputs)
         if not self.keeps_logits and not isinstance(keep, int):
             out.logits = out.logits[:, keep]
         return out
 
-    def _packed(self, ids, cache, ends, layout: Layout):
-        slots, self.tap.layout = self._place(ids, cache), layout
-        cache.fill.layout, self.fed = layout, layout.total
-        masks = attention_masks(self.model, self.config, slots, self.device, always=True)
+    def _packed(self, ids, cache, ends, tree, layout: Layout):
+        slots, positions = self._place(ids, cache, ends, tree, layout)
+        masks = attention_masks(self.model, self.config, slots, self.device, tree, always=True)
         with packed_path.packing(self.config, layout):
-            out = self._call(cache, layout.flat(ids), layout.flat(slots.index(ids.device)), masks, 0, {})
+            out = self._call(cache, layout.flat(ids), layout.flat(positions), masks, 0, {})
         out.logits = layout.rows(out.logits)
         return out
 
-    def _place(self, ids, cache: TargetCache):
-        self.tap.shape, self.tap.layout, self.fed = tuple(ids.shape), None, ids.numel()
-        return cache.place(ids.shape[1])
+    def _place(self, ids, cache: TargetCache, ends, tree, layout: Layout | None = None):
+        """The slots of the tokens `ids`, and their positions [A, T]."""
+        slots = cache.place(ids.shape[1])
+        cache.fill.layout, self.fed = layout, ids.numel() if layout is None else layout.total
+        if self.tap is not None:
+            self.tap.shape, self.tap.layout = tuple(ids.shape), layout
+        last = torch.as_tensor(ends, device=self.device)[:, None] - 1
+        return slots, torch.minimum(self._positions(slots, tree), last)
 
     def _call(self, cache: TargetCache, ids, positions, masks, keep, outputs: dict):
         inputs = {
             "input_ids": ids.to(self.device),
-            "position_ids": positions.to(self.device),
+            "position_ids": positions,
             "attention_mask": masks,
             self.cache_name: cache,
             "use_cache": True,
@@ -228,9 +258,10 @@ def check_target_model(model) -> None:
         )
     parameters = inspect.signature(model.forward).parameters
     if "position_ids" not in parameters or getattr(text, "alibi", False):
+        why = "adds ALiBi biases by slot" if getattr(text, "alibi", False) else "takes no position_ids"
         raise ValueError(
-            f"{name} places tokens by their slot (ALiBi), not by position_ids, so rows of different lengths can't be placed: "
-            "generate without assistant_model, or use a target with rotary or learned positions."
+            f"{name} {why}, so rows of different lengths can't be placed: generate without assistant_model, or use a target "
+            "with rotary or learned positions that takes position_ids."
         )
     if "cache" not in parameters and "past_key_values" not in parameters:
         raise ValueError(f"{name} keeps no cache, and drafts are verified on top of one: generate without assistant_model.")
@@ -245,3 +276,9 @@ def check_target_model(model) -> None:
             f"{name} uses multimodal rotary positions (mrope_section), which have three components per token: use its text-"
             "only sibling, or generate without assistant_model."
         )
+    if getattr(decoder_layers(model)[0], "is_decoder", None) is False:
+        raise ValueError(
+            f"{name} is loaded as an encoder (is_decoder=False), in which a token sees those behind it, so drafts would change "
+            "what comes before them: load it with is_decoder=True, or generate without assistant_model."
+        )
+    check_preparation(model)

@@ -42,6 +42,7 @@ class CopyDrafter:
             name_or_path="copy",
             max_block=0,
             fixed_block=True,
+            recursive=False,
             target_layer_ids=[],
             confidence_head=False,
             confidence_temperatures=None,

@@ -24,6 +24,7 @@ class Draft:
         sources (`list[str]`): [A] where each row's drafts come from: "drafter", "copy", "memory" (a copy of another
             text), "tree", or "none".
         matches (`list[int]`): [A] tokens of the text that a copy matched; 0 elsewhere.
+        expected (`list[float]`): [A] drafts of a tree that are accepted by the drafter's own account; empty for chains.
     """
 
     tokens: torch.Tensor
@@ -37,6 +38,7 @@ class Draft:
     room: list[int]
     sources: list[str] = field(default_factory=list)
     matches: list[int] = field(default_factory=list)
+    expected: list[float] = field(default_factory=list)
 
     def __post_init__(self):
         source = "drafter" if self.tokens.shape[1] else "none"

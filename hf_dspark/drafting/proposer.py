@@ -204,7 +204,7 @@ class Proposer:
             qs.append(q)
             log_qs.append(log_q)
             # A block is paid for as a whole; a recursive drafter spends a forward per draft, which is worth a look.
-            if not self.drafter.config.fixed_block and self.speculation.confidence_threshold > 0:
+            if self.drafter.config.recursive and self.speculation.confidence_threshold > 0:
                 cut = self._cut(torch.stack(tokens[len(before) :], 1), confidences, room, sampling)
                 if int(cut.max()) <= k:
                     break

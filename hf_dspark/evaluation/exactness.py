@@ -6,9 +6,11 @@ greedy text; in bfloat16 near ties flip, in plain decoding just as well (another
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+
+from hf_dspark.decoding.selfcheck import SelfCheck, self_check
 
 # A flip is a near tie if the logits differ by less than this part of the larger one.
 NEAR_TIE = {torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
@@ -39,11 +41,12 @@ class Divergence:
 @dataclass
 class Exactness:
     """Per prompt the first divergence, or None; `tokens` compared in all. `verdict`: `"exact"`, `"near ties"` or
-    `"different"`, the last of which is a bug, or a target whose forward isn't causal."""
+    `"different"`, the last of which is a bug, or a target whose `self_check` says that its forward isn't causal."""
 
     divergences: list[Divergence | None]
     tokens: int
     dtype: str
+    self_check: SelfCheck
 
     @property
     def verdict(self) -> str:
@@ -64,11 +67,15 @@ def check_exactness(
 ) -> Exactness:
     """Compare greedy texts with and without `drafter`, one prompt (token ids) at a time.
 
+    A target that fails the self-check is compared all the same (`trust_target`), so that its differences show.
+
     Args:
         speculation ([`SpeculationConfig`], *optional*): knobs of the call; the drafter's stored ones by default.
         progress (*optional*): called with the number of prompts compared, after each.
     """
-    divergences, tokens = [], 0
+    divergences, tokens, found = [], 0, self_check(target)
+    if not found.passed:
+        speculation = replace(speculation or drafter.speculation, trust_target=True)
     for prompt in prompts:
         ids = torch.tensor([list(prompt)], device=target.device)
         options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": max_new_tokens, "do_sample": False}
@@ -79,7 +86,7 @@ def check_exactness(
         divergences.append(_first_divergence(target, plain, ours, len(prompt)))
         if progress is not None:
             progress(len(divergences))
-    return Exactness(divergences, tokens, str(target.dtype).removeprefix("torch."))
+    return Exactness(divergences, tokens, str(target.dtype).removeprefix("torch."), found)
 
 
 def _first_divergence(target, plain: torch.Tensor, ours: torch.Tensor, start: int) -> Divergence | None:

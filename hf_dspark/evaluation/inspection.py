@@ -85,7 +85,8 @@ class Diagnosis:
     """What was found: `verdict` in a word, `advice` in words.
 
     Verdicts: `"fits"`; what has to be read otherwise, `"slots"`, `"layers"`, `"rope"`, `"head"`, `"embedding"` or
-    `"correction"`, joined by `+` if there are several; `"target"` or `"untrained"` where no reading makes sense of the drafter.
+    `"correction"`, joined by `+` if there are several; `"target"`, `"undertrained"` or `"untrained"` where no reading makes
+    sense of the drafter.
     `readings` holds all that was tried, as loaded first; `changes` what differs in the best one.
     """
 
@@ -170,7 +171,9 @@ def variant(drafter, **changes):
     return other
 
 
-def diagnose(target, drafter, prompts: Sequence[Sequence[int]], new_tokens: int = 64, anchors: int = 64) -> Diagnosis:
+def diagnose(
+    target, drafter, prompts: Sequence[Sequence[int]], new_tokens: int = 64, anchors: int = 64, record: dict | None = None
+) -> Diagnosis:
     """Find out whether `drafter`, bound to `target`, is read as it was trained, and if not, what is wrong.
 
     Drafts along the target's greedy answers to a few `prompts` (token ids), as loaded and in other ways: the other slot
@@ -180,13 +183,14 @@ def diagnose(target, drafter, prompts: Sequence[Sequence[int]], new_tokens: int 
 
     Args:
         new_tokens: length of the answers. anchors: places per answer where drafts are made.
+        record: the drafter's run record (`run.json`), if there is one: its `target`, `steps` and `examples`.
 
     Raises:
         ValueError: all answers are shorter than a block.
     """
     layers = target.config.get_text_config().num_hidden_layers
     base = drafter.config.target_layer_ids
-    shifts = [s for s in (0, 1, -1) if all(-1 <= i + s <= layers - 2 for i in base)]
+    shifts = [s for s in (0, 1, -1) if all(-1 <= i + s <= layers + drafter.config.last_tap for i in base)]
     needed = sorted({i + s for i in base for s in shifts})
     block = max(drafter.config.max_block, getattr(drafter.config, "block_size", 0))
     texts = greedy_texts(target, prompts, needed, new_tokens, block, anchors)
@@ -198,7 +202,7 @@ def diagnose(target, drafter, prompts: Sequence[Sequence[int]], new_tokens: int 
     search = _Search(drafter, texts, _target_theta(target))
     search.slots_and_layers(shifts)
     search.others()
-    return search.verdict()
+    return search.verdict(target.config.name_or_path, record or {})
 
 
 def _target_theta(target) -> float | None:
@@ -234,7 +238,8 @@ class _Search:
         """One kind of change after the other, each on top of the best so far."""
         config = self.drafter.config
         bases = {*ROPE_BASES, *([self.theta] if self.theta else [])} - {config.rope_parameters.get("rope_theta")}
-        self.keep([{"rope_theta": b} for b in sorted(bases)])
+        if config.layouts != "heads":  # their blocks are the target's, and so are its rotary embeddings
+            self.keep([{"rope_theta": b} for b in sorted(bases)])
         swaps = [{what: True} for what in ("head", "embedding") if getattr(config, f"own_{what}")]
         self.keep(swaps + ([{"correction": False}] if getattr(self.drafter, "correction", None) is not None else []))
 
@@ -246,7 +251,7 @@ class _Search:
             K = min(r.chances.shape[1] for r in better)
             self.best = max(better, key=lambda r: expected_drafts(r.chances[:, :K]).mean())
 
-    def verdict(self) -> Diagnosis:
+    def verdict(self, target_name: str, record: dict) -> Diagnosis:
         loaded, best, config = self.readings[0], self.best, self.drafter.config
         if best.changed and best.first >= SENSE:
             kinds = {"sample_from_anchor": "slots", "target_layer_ids": "layers", "rope_theta": "rope"}
@@ -261,10 +266,18 @@ class _Search:
         if untouched(self.drafter):
             advice = f"{sure}, and all norm weights are exactly 1, as before training: train it, or get the trained file."
             return Diagnosis("untrained", advice, self.readings)
-        made_for = f"; it says it was made for {config.target_name}" if config.target_name else ""
+        made_for = record.get("target") or config.target_name
+        trained = f"its run record says {record['steps']:,} steps" if record.get("steps") is not None else ""
+        trained += f" on {record['examples']:,} examples" if trained and record.get("examples") is not None else ""
+        if made_for and made_for == target_name:
+            advice = (
+                f"{sure}, although it was trained for this very target: too little, or on texts unlike these"
+                f"{f' ({trained})' if trained else ''}. Train it longer, or on more data, or try other prompts."
+            )
+            return Diagnosis("undertrained", advice, self.readings)
         advice = (
-            f"{sure}, yet the weights were trained: most likely for another target{made_for}. Load the target it was trained "
-            "for, or train a drafter for this one."
+            f"{sure}: it was trained for another target{f' ({made_for}, by its record)' if made_for else ''}, or too little"
+            f"{f' ({trained})' if trained else ''}. Load the target it was trained for, or train it longer."
         )
         return Diagnosis("target", advice, self.readings)
 
@@ -311,6 +324,8 @@ def _advice(changed: dict, config) -> str:
     for key, value in changed.items():
         if key == "sample_from_anchor":
             said.append(f"pass sample_from_anchor={value}, as its slots are read one off")
+        elif key == "target_layer_ids" and config.last_tap == 0:
+            said.append("pass tap_final_norm=False, as it reads the state before the target's final norm")
         elif key == "target_layer_ids":
             off = "high" if config.target_layer_ids[0] > value[0] else "low"
             said.append(f"pass target_layer_ids={value}, as its layer ids are one too {off}")

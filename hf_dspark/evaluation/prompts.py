@@ -23,10 +23,14 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
         limit: keep the first so many.
 
     Raises:
-        ValueError: a line that is not of these forms, by number.
+        ValueError: a line that is not of these forms, by number; no text in UTF-8; or no prompt at all.
     """
     path, prompts = Path(path), []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text in UTF-8 ({error}): give a jsonl file of prompts.") from None
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         if limit is not None and len(prompts) >= limit:
@@ -41,6 +45,8 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
                 "(a list of strings), `messages` (role and content) or `prompt` (a string)."
             ) from None
         prompts.append(Prompt(tuple(map(str, turns)), str(record.get("source", path.stem)), len(prompts)))
+    if not prompts:
+        raise ValueError(f"{path} holds no prompt: give one JSON object a line, such as {json.dumps({'prompt': 'Who am I?'})}.")
     return prompts
 
 
@@ -48,9 +54,15 @@ def render(tokenizer, messages: list[dict] | str, chat: bool = True, thinking: b
     """Token ids of `messages`, ready to be answered; a string is one user message, or with `chat=False` the text itself.
 
     `thinking` is passed to the template as `enable_thinking`; None leaves the template's default.
+
+    Raises:
+        ValueError: the tokenizer has no chat template, or nothing is left to answer.
     """
     if not chat:
-        return tokenizer(messages if isinstance(messages, str) else messages[-1]["content"])["input_ids"]
+        ids = tokenizer(messages if isinstance(messages, str) else messages[-1]["content"])["input_ids"]
+        if not ids:
+            raise ValueError("The prompt is empty, so there is no token to go on from: give a text.")
+        return ids
     if tokenizer.chat_template is None:
         raise ValueError(
             f"The tokenizer of {tokenizer.name_or_path or 'this target'} has no chat template, so messages can't be rendered: "
@@ -86,14 +98,30 @@ class JsonLines:
         self.done: list[dict] = lines
 
     def _whole_lines(self) -> Iterator[dict]:
+        """Records of the file. What isn't ours is refused before a byte is changed."""
         if not self.path.exists():
             return
-        content = self.path.read_bytes()
-        whole = content[: content.rfind(b"\n") + 1]
-        if whole != content:
-            os.truncate(self.path, len(whole))
-        for line in whole.split(b"\n")[:-1]:
-            yield json.loads(line)
+        *lines, tail = self.path.read_bytes().split(b"\n")
+        for number, line in enumerate(lines, 1):
+            yield self._parse(line, number)
+        if not tail:
+            return
+        try:
+            yield json.loads(tail)  # whole but for its line end
+            with self.path.open("ab") as file:
+                file.write(b"\n")
+        except ValueError:
+            if not tail.startswith(b"{"):
+                self._parse(tail, len(lines) + 1)
+            os.truncate(self.path, self.path.stat().st_size - len(tail))
+
+    def _parse(self, line: bytes, number: int) -> dict:
+        try:
+            return json.loads(line)
+        except ValueError as error:
+            raise ValueError(
+                f"{self.path}, line {number} is no JSON ({error}), so no earlier run wrote this file: choose another output."
+            ) from None
 
     def append(self, record: dict) -> dict:
         """Write a record; returns it as a later run will read it."""

@@ -152,7 +152,7 @@ def _heads(config) -> dict:
 def _dspark_facts(source) -> dict:
     config = source.config
     return {
-        "architectures": ["Qwen3DSparkModel"],
+        "architectures": source.architecture("DSparkModel"),
         **source.body("qwen3"),
         **_sliding(config),
         "block_size": config.block_size,

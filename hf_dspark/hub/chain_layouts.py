@@ -10,7 +10,7 @@ def deepspec(source):
     source.refuse_if(source.reduced, "a reduced vocabulary", "DeepSpec drafts over the whole one", SPECULATORS)
     _refuse_unknown(source, "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     facts = {
-        "architectures": ["Qwen3Eagle3Model"],
+        "architectures": source.architecture("Eagle3Model"),
         **source.body("qwen3"),
         "layer_types": ["full_attention"] * config.num_hidden_layers,
         "target_layer_ids": config.target_layer_ids,

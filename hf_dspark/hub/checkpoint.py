@@ -13,6 +13,8 @@ from safetensors import safe_open
 from transformers.utils import cached_file
 from transformers.utils.hub import extract_commit_hash
 
+from hf_dspark.names import check_place
+
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
@@ -46,28 +48,44 @@ class Checkpoint:
             return path
 
         path = fetch("config.json", required=True)
-        return cls(name, fetch, json.loads(Path(path).read_text(encoding="utf-8")), extract_commit_hash(path, None))
+        return cls(name, fetch, read_config(path), extract_commit_hash(path, None))
+
+    @cached_property
+    def _index(self) -> tuple[str, "dict[str, str] | _File"]:
+        """The file that lists the tensors: of safetensors before pickles, the only one, or the map from names to shards."""
+        for filename in WEIGHTS:
+            path = self.fetch(filename)
+            if path is not None and filename.endswith(".json"):
+                return filename, json.loads(Path(path).read_text(encoding="utf-8"))["weight_map"]
+            if path is not None:
+                return filename, _open(path)
+        raise OSError(f"{self.name} has a config.json but no weights: it needs one of {', '.join(WEIGHTS)}.")
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all tensors. Of a sharded checkpoint no shard is fetched."""
+        index = self._index[1]
+        return list(index) if isinstance(index, dict) else list(index.names())
+
+    def files_of(self, wanted: Callable[[str], bool]) -> dict[str, "_File"]:
+        """Name of each wanted tensor -> the open file it lies in. Shards without any are not fetched."""
+        filename, index = self._index
+        if not isinstance(index, dict):
+            return {name: index for name in index.names() if wanted(name)}
+        weight_map = {name: shard for name, shard in index.items() if wanted(name)}
+        shards = {shard: _open(self.fetch(shard, required=True)) for shard in sorted(set(weight_map.values()))}
+        lost = [f"{name} ({shard})" for name, shard in weight_map.items() if name not in shards[shard].names()]
+        if lost:
+            raise ValueError(
+                f"{self.name}: {filename} promises tensors its shards don't hold: {', '.join(lost)}. Download the "
+                "checkpoint again."
+            )
+        return {name: shards[shard] for name, shard in weight_map.items()}
 
     @cached_property
     def files(self) -> dict[str, "_File"]:
-        """Tensor name -> the open file it lies in; safetensors before pickles, one file or sharded."""
-        for filename in WEIGHTS:
-            path = self.fetch(filename)
-            if path is None:
-                continue
-            if not filename.endswith(".json"):
-                opened = _open(path)
-                return dict.fromkeys(opened.names(), opened)
-            weight_map = json.loads(Path(path).read_text(encoding="utf-8"))["weight_map"]
-            shards = {shard: _open(self.fetch(shard, required=True)) for shard in sorted(set(weight_map.values()))}
-            lost = [f"{name} ({shard})" for name, shard in weight_map.items() if name not in shards[shard].names()]
-            if lost:
-                raise ValueError(
-                    f"{self.name}: {filename} promises tensors its shards don't hold: {', '.join(lost)}. Download the "
-                    "checkpoint again."
-                )
-            return {name: shards[shard] for name, shard in weight_map.items()}
-        raise OSError(f"{self.name} has a config.json but no weights: it needs one of {', '.join(WEIGHTS)}.")
+        """Tensor name -> the open file it lies in."""
+        return self.files_of(lambda name: True)
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -78,26 +96,19 @@ class Checkpoint:
         return self.files[name].read(name)
 
 
-def check_place(name: str, subfolder: str = "") -> None:
-    """Refuse what is no drafter's folder and can't be an id on the Hub. Reads nothing, and asks nobody.
+def read_config(path: str | Path) -> dict:
+    """A model's `config.json`.
 
     Raises:
-        OSError: a file, a folder without `config.json`, or a path that leads nowhere.
+        ValueError: it holds no JSON object.
     """
-    path = Path(name)
-    if path.is_file():
-        raise OSError(f"{name} is a file, and a drafter is a folder of config.json and weights: give the folder.")
-    if path.is_dir() and not (path / subfolder / "config.json").is_file():
-        inside = [str(config.parent) for config in sorted((path / subfolder).glob("*/config.json"))]
-        raise OSError(
-            f"{path / subfolder} was given as a drafter, and there is no config.json in it: give the folder that "
-            "config.json and the weights lie in" + (f", such as {inside[-1]}." if inside else ".")
-        )
-    if not path.is_dir() and (name.startswith((".", "/", "~")) or "\\" in name or name.count("/") > 1 or name.endswith("/")):
-        raise OSError(
-            f"{name} was given as a drafter, and there is no such folder (from {Path.cwd()}); an id on the Hub would read "
-            "owner/name: give a folder of config.json and weights, or such an id."
-        )
+    try:
+        config = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} can't be read as JSON ({error}): the file is damaged; get it again.") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} holds a {type(config).__name__}, and a config is a JSON object: get the file again.")
+    return config
 
 
 def check_download(path: str, started: float) -> None:

@@ -9,10 +9,9 @@ from pathlib import Path
 import torch
 from huggingface_hub import save_torch_state_dict
 
-from hf_dspark.modeling import Eagle3Drafter
+from . import block_layouts, chain_layouts, head_layouts
 
-from . import block_layouts, chain_layouts
-
+LAYOUTS = {"blocks": block_layouts, "chains": chain_layouts, "heads": head_layouts}
 FORMATS = ("deepspec", "speculators", "sglang", "zlab")
 
 
@@ -20,7 +19,7 @@ def export(drafter, folder, to: str, target=None, dtype=None, allow_unservable: 
     """Write `drafter` to `folder` as `config.json` and safetensors.
 
     Args:
-        drafter ([`DSparkDrafter`] or [`Eagle3Drafter`]).
+        drafter ([`DSparkDrafter`], [`Eagle3Drafter`] or [`MTPDrafter`]).
         folder (`str` or `PathLike`): where to.
         to (`str`): `"speculators"` (vLLM), `"deepspec"` (DeepSpec; vLLM with `method: dspark`), `"sglang"` (SGLang) or `"zlab"`
             (plain DFlash: vLLM, SGLang, z-lab's own code).
@@ -37,10 +36,11 @@ def export(drafter, folder, to: str, target=None, dtype=None, allow_unservable: 
     """
     if to not in FORMATS:
         raise ValueError(f"to={to!r} is no export format: set one of {FORMATS}.")
-    layouts = chain_layouts if isinstance(drafter, Eagle3Drafter) else block_layouts
     source = Source(drafter, to, target, allow_unservable)
+    published = drafter.config.layouts not in LAYOUTS
+    source.refuse_if(published, f"the family {drafter.config.family}", "servers read its published checkpoint as it is")
     source.refuse_unnamed()
-    config, tensors = getattr(layouts, to)(source)
+    config, tensors = getattr(LAYOUTS[drafter.config.layouts], to)(source)
     dtype = dtype or drafter.dtype
     weights = {name: t.detach().to("cpu", dtype if t.is_floating_point() else None) for name, t in tensors.items()}
     folder = Path(folder)
@@ -62,6 +62,8 @@ def borrow(drafter, target=None) -> list[str]:
     for name, flag in (("embed_tokens", "own_embedding"), ("lm_head", "own_head")):
         if hasattr(drafter, name) and source.is_the_targets(name):
             delattr(drafter, name)
+            if name == "embed_tokens":  # some targets scale what they embed
+                drafter.config.embed_scale /= getattr(source.target.get_input_embeddings(), "scalar_embed_scale", 1.0)
             setattr(drafter.config, flag, False)
             dropped.append(name)
     return dropped
@@ -77,9 +79,11 @@ class Source:
     def refuse_unnamed(self):
         """Options that no layout has a key for."""
         config = self.config
-        self.refuse_if(config.embed_scale != 1.0, f"embed_scale={config.embed_scale}", "no layout has that key")
-        cap = config.final_logit_softcapping
-        self.refuse_if(cap is not None, f"final_logit_softcapping={cap}", "no layout has that key for this body")
+        gemma4, cap = getattr(config, "body", "llama") == "gemma4", config.final_logit_softcapping
+        scale = config.hidden_size**0.5 if gemma4 and config.own_embedding else 1.0
+        self.refuse_if(config.embed_scale != scale, f"embed_scale={config.embed_scale}", "no layout has that key")
+        self.refuse_if(gemma4 and self.to != "deepspec", "a Gemma 4 body", "only DeepSpec has one", 'export to "deepspec"')
+        self.refuse_if(cap is not None and not gemma4, f"final_logit_softcapping={cap}", "no layout has that key for this body")
         self.refuse_if(
             config.attention_bias != config.attention_output_bias,
             f"attention_bias={config.attention_bias} with attention_output_bias={config.attention_output_bias}",
@@ -162,6 +166,8 @@ class Source:
 
     def body(self, model_type: str) -> dict:
         """The decoder body in transformers' keys, rotary embedding in both spellings."""
+        if self.config.body == "gemma4":
+            return self._gemma4_body()
         config, rope = self.config, dict(self.config.rope_parameters)
         default = rope["rope_type"] == "default"
         length = config.max_position_embeddings
@@ -178,6 +184,32 @@ class Source:
             "rope_scaling": None if default else {k: v for k, v in rope.items() if k != "rope_theta"},
             "tie_word_embeddings": False,
         }
+
+    def _gemma4_body(self) -> dict:
+        config = self.config
+        keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+        keys += ("head_dim", "rms_norm_eps", "attention_bias", "vocab_size", "max_position_embeddings")
+        local = {"rope_type": "default", "rope_theta": 10000.0}  # of layers that aren't there, but readers build it
+        return {
+            "model_type": "gemma4_text",
+            "target_model_type": "gemma4",
+            "target_text_model_type": "gemma4_text",
+            **{key: getattr(config, key) for key in keys},
+            "global_head_dim": config.head_dim,
+            "num_global_key_value_heads": config.num_key_value_heads,
+            "attention_k_eq_v": config.key_is_value,
+            "hidden_activation": config.hidden_act,
+            "final_logit_softcapping": config.final_logit_softcapping,
+            "rope_parameters": {"full_attention": dict(config.rope_parameters), "sliding_attention": local},
+            "enable_moe_block": False,
+            "hidden_size_per_layer_input": 0,
+            "num_kv_shared_layers": 0,
+            "tie_word_embeddings": False,
+        }
+
+    def architecture(self, kind: str) -> list[str]:
+        """DeepSpec's name of the body's class."""
+        return [f"{'Gemma4' if self.config.body == 'gemma4' else 'Qwen3'}{kind}"]
 
     def envelope(self, kind: str, architecture: str, body: dict) -> dict:
         """What every speculators config says."""

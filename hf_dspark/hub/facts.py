@@ -85,7 +85,42 @@ def stated_body(body: dict) -> dict[str, Fact]:
         )
     if body.get("model_type") == "qwen3":
         facts["qk_norm"] = (True, "model_type='qwen3', hence qk_norm")
+    if is_gemma4(body):
+        facts.pop("num_key_value_heads", None)  # of the target's sliding layers
+        return facts | stated_gemma4(body)
     facts["rope_parameters"] = (read_rope(body), "rope_parameters")
+    return facts
+
+
+def is_gemma4(body: dict) -> bool:
+    return str(body.get("model_type")).startswith("gemma4")
+
+
+def stated_gemma4(body: dict) -> dict[str, Fact]:
+    """Facts of a Gemma 4 body, whose layers are all global ones.
+
+    Raises:
+        ValueError: experts or embeddings per layer, which the drafters of this family don't have.
+    """
+    for key in ("enable_moe_block", "hidden_size_per_layer_input"):
+        if body.get(key):
+            raise ValueError(
+                f"config.json says {key}={body[key]}, and drafters with a Gemma 4 body have neither experts nor embeddings per "
+                "layer: get a drafter made for a dense target."
+            )
+    facts = {"body": ("gemma4", "model_type"), "qk_norm": (True, "model_type='gemma4', hence qk_norm")}
+    names = {
+        "hidden_activation": "hidden_act",
+        "global_head_dim": "head_dim",
+        "final_logit_softcapping": "final_logit_softcapping",
+        "attention_k_eq_v": "key_is_value",
+    }
+    facts |= {ours: (body[key], key) for key, ours in names.items() if body.get(key) is not None}
+    if body.get("attention_k_eq_v") and body.get("num_global_key_value_heads"):
+        facts["num_key_value_heads"] = (body["num_global_key_value_heads"], "num_global_key_value_heads")
+    facts["embed_scale"] = (body["hidden_size"] ** 0.5, "hidden_size, whose root scales embeddings")
+    rope = body.get("rope_parameters") or {}
+    facts["rope_parameters"] = (dict(rope.get("full_attention") or rope), "rope_parameters.full_attention")
     return facts
 
 
@@ -104,6 +139,9 @@ def measured_body(shapes: dict, stated: dict[str, Fact], default_heads: int) -> 
         "attention_bias": (q.replace("weight", "bias") in shapes, q),
         "attention_output_bias": ("layers.0.self_attn.o_proj.bias" in shapes, "layers.0.self_attn.o_proj.bias"),
     }
+    if "key_is_value" in stated:
+        values = "layers.0.self_attn.v_proj.weight"
+        facts["key_is_value"] = (values not in shapes, values)
     if norms:
         facts["head_dim"] = (shapes[norms[0]][0], norms[0])
     elif "head_dim" not in stated:

@@ -2,9 +2,12 @@
 
 import re
 
+from .facts import is_gemma4
+
+GEMMA4 = r"^Gemma4(Unified)?(DSpark|Eagle3)Model$"
 SUPPORTED = (
-    "DeepSpec (DSpark, DFlash, Eagle3 with a Qwen3 body), z-lab DFlash, speculators dspark/dflash/eagle3, SpecForge "
-    "dspark/dflash/domino/eagle3, SafeAILab EAGLE-3, the Muse-Glimmer assistant, and our own"
+    "DeepSpec (DSpark, DFlash, Eagle3 with a Qwen3 or Gemma 4 body), z-lab DFlash, speculators dspark/dflash/eagle3/mtp, "
+    "SpecForge dspark/dflash/domino/eagle3, SafeAILab EAGLE-3, the Muse-Glimmer and Gemma 4 assistants, and our own"
 )
 SERVERS = "serve it with the engine it was published for (vLLM or SGLang), or train a drafter with hf-dspark"
 
@@ -12,10 +15,9 @@ SERVERS = "serve it with the engine it was published for (vLLM or SGLang), or tr
 REFUSED_ARCHITECTURES = {
     r"^DFlash2": "DFlash2 has convolutions and a candidate selector, and without them it drafts noise",
     r"^PEagle": "P-EAGLE drafts all depths in one pass from a learned mask state, which our EAGLE-3 loop doesn't do",
-    r"^Gemma4(DSpark|Eagle3)|^Gemma4UnifiedDSpark": "its layers are Gemma4's (sandwich norms, shared keys and values)",
-    r"^Gemma4Assistant|^Gemma4Unified": "it has no keys and values of its own and reads the target's",
+    r"^Gemma4UnifiedAssistant": "it has no keys and values of its own and reads the target's",
     r"^Qwen35DSpark": "its attention is gated and rotates only part of each head",
-    r"MTP": "it is a multi-token-prediction head, made of the target's own layers",
+    r"MTP": "it names a multi-token-prediction head, which is read from its target (AutoDrafter.from_target)",
     r"DeepseekV2": "its attention is multi-head latent attention",
 }
 REFUSED_TENSORS = {
@@ -23,8 +25,8 @@ REFUSED_TENSORS = {
     r"^mask_hidden$": "P-EAGLE drafts all depths in one pass from a learned mask state",
     r"aux_hidden_norms|\.g_proj\.": "Laguna drafters norm every tap and gate their attention, which must be applied",
     r"attention_sink_bias|\.sinks$": "attention sinks must be applied",
-    r"^mtp\.|^mtp_layers\.|\.eh_proj\.": "these are multi-token-prediction heads, made of the target's own layers",
-    r"layer_scalar|(pre|post)_feedforward_layernorm": "Gemma4 layers have sandwich norms and scalars",
+    r"^mtp\.|^mtp_layers\.|\.eh_proj\.": "these are multi-token-prediction heads, which are read from their target "
+    "(AutoDrafter.from_target)",
     r"weight_(packed|scale|zero_point)$|\.(qweight|qzeros|scales)$": "the weights are quantised",
     r"\.qkv_proj\.": "queries, keys and values are fused",
 }
@@ -35,19 +37,23 @@ def refuse(name: str, what: str, why: str, instead: str = SERVERS):
 
 
 def detect(name: str, config: dict, tensors: list[str] | None = None) -> str:
-    """The family: `hf`, `deepspec`, `zlab`, `specforge`, `domino`, `speculators`, `muse`, or `eagle3` and
-    `eagle3-deepspec`, `eagle3-speculators`. Without `tensors` (before weights are opened) only the config decides, and
-    "" means undecided.
+    """The family: `hf`, `deepspec`, `zlab`, `specforge`, `domino`, `speculators`, `muse`, `mtp`, `assistant`, or
+    `eagle3` and `eagle3-deepspec`, `eagle3-speculators`. Without `tensors` (before weights are opened) only the config
+    decides, and "" means undecided.
 
     Raises:
         ValueError: a format that isn't supported, by name, saying why and what to use.
     """
     arch, model_type = (config.get("architectures") or [""])[0], config.get("model_type", "")
-    refuse_unsupported(name, config, arch, tensors or [])
+    algorithm = config.get("speculators_model_type") or (config.get("speculators_config") or {}).get("algorithm")
     if model_type.startswith("hf_"):
         return "hf"
+    if algorithm == "mtp":
+        return "mtp"
+    if model_type == "gemma4_assistant":
+        return "assistant"
+    refuse_unsupported(name, config, arch, tensors or [])
     projector = (config.get("dflash_config") or {}).get("projector_type")
-    algorithm = config.get("speculators_model_type") or (config.get("speculators_config") or {}).get("algorithm")
     if algorithm in ("dspark", "dflash"):
         return "speculators"
     if algorithm == "eagle3":
@@ -62,6 +68,8 @@ def detect(name: str, config: dict, tensors: list[str] | None = None) -> str:
         refuse(name, f"a drafter with projector_type={projector!r}", f"supported are {SUPPORTED}")
     if model_type == "muse_glimmer_assistant":
         return "muse"
+    if re.match(GEMMA4, arch):
+        return "eagle3-deepspec" if arch.endswith("Eagle3Model") else "deepspec"
     if arch == "Qwen3DSparkModel":  # with a nested block it's the server form, which borrows embedding and head
         return "specforge" if config.get("dspark_config") or config.get("dflash_config") else "deepspec"
     if arch == "Qwen3Eagle3Model":
@@ -89,8 +97,8 @@ def refuse_unsupported(name: str, config: dict, arch: str, tensors: list[str]) -
         if re.search(pattern, arch):
             refuse(name, f"a {arch}", why)
     body = config.get("transformer_layer_config") or config
-    if str(body.get("model_type")).startswith("gemma4"):
-        refuse(name, f"a drafter with a {body['model_type']} body", "its layers are Gemma4's")
+    if is_gemma4(body) and not re.match(GEMMA4, arch):
+        refuse(name, f"a drafter with a {body['model_type']} body", "only DeepSpec's layouts are known with such layers")
     if config.get("dspark_noise_token_id") is not None:
         refuse(name, "a DeepSeek-V4 target with an embedded drafter", "the drafter is no checkpoint of its own")
     if config.get("quantization_config") and not config.get("model_type", "").startswith("hf_"):

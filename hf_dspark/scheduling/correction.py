@@ -4,7 +4,6 @@ import math
 
 import torch
 
-
 LIMIT = math.log(0.999 / 0.001)  # beyond it a head is as sure as it is taken to be
 
 

@@ -1,8 +1,32 @@
 """Which blocks a batch trains on. Everything random here is keyed, so that no accident of batching can change it."""
 
+from dataclasses import dataclass
+
 import torch
 
 _MIX, _MASK = 0x9E3779B97F4A7C15, (1 << 63) - 1
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a batch is computed for. It travels with the batch, so that nothing else can decide it.
+
+    Args:
+        stages (`int`): drafting stages S. progress (`float`): 0..1, share of the training done.
+        looped (`bool`): the last stage shares the loss with the first; else the first has it all.
+        split (`str`): where metrics are collected: "train", "eval", or "estimate" (dropped).
+    """
+
+    stages: int = 1
+    progress: float = 1.0
+    looped: bool = True
+    split: str = "train"
+
+    def shares(self, last: bool) -> list[float]:
+        """What the first and the last stage weigh in the loss; `last` says whether the last has anything to learn."""
+        if self.stages == 1:
+            return [1.0]
+        return [0.5, 0.5] if self.looped and last else [1.0, 0.0]
 
 
 def keyed_generator(*key: int) -> torch.Generator:

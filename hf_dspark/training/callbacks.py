@@ -1,8 +1,56 @@
 """What evaluation adds to losses: the real decode loop on held-out prompts, and a picture of a run."""
 
+import signal
+import threading
 from pathlib import Path
 
 import torch
+from tqdm.auto import tqdm
+from transformers import ProgressCallback, TrainerCallback
+
+
+class LogLines(ProgressCallback):
+    """transformers' progress bar, with the few numbers of [`log_line`] above it instead of a whole dict."""
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        line = log_line(logs, state)
+        if state.is_world_process_zero and line:
+            tqdm.write(line)
+
+
+def log_line(logs: dict, state) -> str:
+    """Step, losses, tau and first-draft acceptance of a log entry, in one short line; empty if it has none of them."""
+    kept = [k for k in logs if k in ("loss", "eval_loss") or k.endswith(("greedy_tau", "decode_tau", "accept_rate@1"))]
+    kept += [k for k in logs if k.split("_")[-1] == "tau" and k not in kept]
+    parts = [f"{key} {logs[key]:.3f}" for key in logs if key in kept]
+    return "  ".join([f"step {state.global_step}/{state.max_steps}", *parts]) if parts else ""
+
+
+class StopOnInterrupt(TrainerCallback):
+    """The first Ctrl-C ends a run after the step at hand, with a checkpoint; the second one ends it at once.
+
+    For runs of one process: others would not know of it and wait for ever.
+    """
+
+    def __init__(self):
+        self.interrupted, self.before = False, None
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if args.world_size == 1 and threading.current_thread() is threading.main_thread():
+            self.before = signal.signal(signal.SIGINT, self._interrupt)
+
+    def _interrupt(self, *_):
+        self.interrupted = True
+        signal.signal(signal.SIGINT, self.before)
+        tqdm.write("Stopping after this step. Ctrl-C again stops at once.")
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.interrupted:
+            control.should_save = control.should_training_stop = True
+
+    def on_train_end(self, args, state, control, **kwargs):
+        if self.before is not None:
+            signal.signal(signal.SIGINT, self.before)
 
 
 class DecodeCheck:

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Sampler
 
 from .anchors import draw_anchors, keyed_generator
 
@@ -64,7 +64,9 @@ def example_from(row: dict, tokenizer=None, enable_thinking: bool | None = None)
         ValueError: when the row has neither.
     """
     if "input_ids" in row:
-        ids = list(row["input_ids"])
+        ids = row["input_ids"]
+        if not (isinstance(ids, list) and ids and all(isinstance(i, int) and i >= 0 for i in ids)):
+            raise ValueError("A data row's input_ids must be a list of token ids, at least one: render the chat again.")
         if "labels" in row:
             return {"input_ids": ids, "labels": list(row["labels"])}
         if "prompt_len" not in row:
@@ -80,10 +82,41 @@ def example_from(row: dict, tokenizer=None, enable_thinking: bool | None = None)
     return {"input_ids": ids, "labels": [i if m else -100 for i, m in zip(ids, mask, strict=True)]}
 
 
-class ChatDataset(Dataset):
-    """Supervised chats, each with the id and the epoch that key its anchors (the loader sets the epoch).
+def numbered_rows(path, limit: int | None = None) -> list[tuple[int, dict]]:
+    """The rows of a jsonl file with the numbers of their lines, from 1.
 
-    The id is the row's "example_id", or its number.
+    Raises:
+        ValueError: a line that is no JSON object, or is a prompt without an answer, by file and number.
+    """
+    rows = []
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n"), 1):
+        if not line.strip():
+            continue
+        if limit is not None and len(rows) == limit:
+            break
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number} is no JSON ({error}): give one JSON object a line.") from None
+        if not isinstance(row, dict):
+            raise ValueError(f"{path}, line {number} is a {type(row).__name__}: give one JSON object a line.")
+        if not {"input_ids", "messages"} & set(row) and {"turns", "prompt"} & set(row):
+            raise ValueError(
+                f"{path}, line {number} is a prompt without an answer, and a drafter learns from answers: let the "
+                "target answer it first, with `hf-dspark data generate TARGET --prompts FILE --out ANSWERS`."
+            )
+        rows.append((number, row))
+    return rows
+
+
+BLANK = {"input_ids": [0], "labels": [-100], "example_id": -1}  # fills up the last batches of an epoch, teaches nothing
+
+
+class ChatDataset(Dataset):
+    """Supervised chats, each with the id and the epoch that key its anchors.
+
+    The id is the row's "example_id", or its number. The epoch comes with the index, as [`KeyedSampler`] gives it: a worker
+    process has no epoch of its own.
 
     Args:
         rows: dicts as [`example_from`] reads them. max_length (`int`): longer chats are cut.
@@ -93,7 +126,7 @@ class ChatDataset(Dataset):
     """
 
     def __init__(self, rows, tokenizer=None, max_length: int = 4096, enable_thinking: bool | None = None):
-        self.examples, self.epoch = [], 0
+        self.examples = []
         for row in rows:
             example = example_from(row, tokenizer, enable_thinking)
             example = {k: v[:max_length] for k, v in example.items()}
@@ -109,23 +142,65 @@ class ChatDataset(Dataset):
 
     @classmethod
     def from_jsonl(cls, path, tokenizer=None, limit: int | None = None, **kwargs) -> "ChatDataset":
-        """From a file with one row a line."""
-        with Path(path).open() as lines:
-            rows = [json.loads(line) for line in lines if line.strip()]
-        return cls(rows[:limit], tokenizer, **kwargs)
+        """From a file with one row a line; `limit` keeps the first so many.
 
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
+        Raises:
+            ValueError: a line that holds no row, by file and number.
+        """
+        rows, thinking = [], kwargs.pop("enable_thinking", None)
+        for number, row in numbered_rows(path, limit):
+            try:
+                rows.append({**row, **example_from(row, tokenizer, thinking)})
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: {error}") from None
+        return cls(rows, tokenizer, **kwargs)
 
     def __len__(self):
         return len(self.examples)
 
     def __getitem__(self, index):
-        return {**self.examples[index], "epoch": self.epoch}
+        """Example `index` of epoch 0; or of another, for an index `(epoch, number)`; a blank one if its number is None."""
+        epoch, number = index if isinstance(index, tuple) else (0, index)
+        return {**(BLANK if number is None else self.examples[number]), "epoch": epoch}
 
     def fingerprint(self) -> str:
         """Hash of all tokens and labels, for a cache to know its data by."""
         return hashlib.sha256(json.dumps(self.examples).encode()).hexdigest()[:16]
+
+    def unused_ids(self, tokenizer, vocab_size: int) -> list[int]:
+        """Ids that could fill a drafter's blocks: special tokens without a part in chats, then ids without a token, none of
+        which occurs in these examples."""
+        used = {i for e in self.examples for i in e["input_ids"]}
+        names = "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id"
+        used |= {getattr(tokenizer, name, None) for name in names}
+        special = [i for i, token in sorted(tokenizer.added_tokens_decoder.items()) if token.special]
+        return [i for i in [*special, *range(len(tokenizer), vocab_size)] if i < vocab_size and i not in used]
+
+    def check_mask_token(self, mask_token_id: int | None, tokenizer, vocab_size: int) -> str | None:
+        """A warning for a mask token that is an ordinary one; None for a good one.
+
+        Raises:
+            ValueError: it is missing, outside the vocabulary, or occurs in these examples; with ids to use instead.
+        """
+        free = ", ".join(f"{i} ({tokenizer.convert_ids_to_tokens(i)})" for i in self.unused_ids(tokenizer, vocab_size)[:4])
+        instead = f"unused ids of this tokenizer are {free}" if free else "this tokenizer has no unused special token"
+        if mask_token_id is None:
+            raise ValueError(
+                "A new drafter fills its blocks with a token that never occurs in text, and none was named: pass "
+                f"--mask-token-id; {instead}."
+            )
+        if not 0 <= mask_token_id < vocab_size:
+            raise ValueError(f"mask_token_id={mask_token_id} is outside the vocabulary of {vocab_size}; {instead}.")
+        token = tokenizer.convert_ids_to_tokens(mask_token_id)
+        count = sum(e["input_ids"].count(mask_token_id) for e in self.examples)
+        if count:
+            raise ValueError(
+                f"mask_token_id={mask_token_id} ({token}) occurs {count} times in the data, so the drafter couldn't tell "
+                f"a token to draft from text; {instead}."
+            )
+        if token is None or mask_token_id in tokenizer.all_special_ids or mask_token_id in tokenizer.added_tokens_decoder:
+            return None
+        return f"mask_token_id={mask_token_id} is the ordinary token {token!r}, which other texts may hold; {instead}."
 
     def draft_vocabulary(self, size: int, vocab_size: int) -> torch.Tensor:
         """The `size` most frequent supervised ids, ascending (FR-Spec, arXiv 2502.14856); ties go to the smaller id."""
@@ -134,6 +209,50 @@ class ChatDataset(Dataset):
             labels = torch.tensor(example["labels"])
             counts += torch.bincount(labels[labels >= 0], minlength=vocab_size)
         return counts.argsort(descending=True, stable=True)[:size].sort().values
+
+
+def as_chats(data, tokenizer=None, max_length: int = 4096):
+    """`data` as a [`ChatDataset`]: itself, or any sized dataset of rows (a list, a `datasets.Dataset`); a dict of them too.
+
+    Raises:
+        ValueError: `data` has no length.
+    """
+    if data is None or isinstance(data, ChatDataset):
+        return data
+    if isinstance(data, dict):
+        return {name: as_chats(part, tokenizer, max_length) for name, part in data.items()}
+    if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+        raise ValueError(
+            f"{type(data).__name__} was given as a dataset, and it has no length, so an epoch's order can't be drawn from the "
+            "seed and a resumed run couldn't find its place: load the rows, and give ChatDataset(rows, tokenizer)."
+        )
+    return ChatDataset((data[i] for i in range(len(data))), tokenizer, max_length)
+
+
+class KeyedSampler(Sampler):
+    """The order of an epoch, a function of (seed, epoch) alone, as indices `(epoch, number)`.
+
+    Blank examples fill up the last batches, which accelerate would else fill with examples of the epoch's beginning: a step
+    then holds the same examples for any number of processes.
+
+    Args:
+        size (`int`): examples. group (`int`): examples of a micro-batch on all processes.
+        seed (`int`, *optional*): of the order; None keeps that of the data.
+        epoch: a function that gives the epoch as an iteration begins. drop_last (`bool`): leave an incomplete group out.
+    """
+
+    def __init__(self, size: int, group: int, seed: int | None = None, epoch=lambda: 0, drop_last: bool = False):
+        self.size, self.group, self.seed, self.epoch, self.drop_last = size, group, seed, epoch, drop_last
+
+    def __len__(self):
+        return self.size // self.group * self.group if self.drop_last else -(-self.size // self.group) * self.group
+
+    def __iter__(self):
+        epoch, order = self.epoch(), list(range(self.size))
+        if self.seed is not None:
+            order = torch.randperm(self.size, generator=keyed_generator(self.seed, epoch, -1)).tolist()
+        order += [None] * (len(self) - self.size)
+        return iter([(epoch, number) for number in order[: len(self)]])
 
 
 class BlockCollator:
@@ -151,6 +270,7 @@ class BlockCollator:
         self.num_anchors, self.seed, self.pack, self.length = num_anchors, seed, pack, length
 
     def __call__(self, examples: list[dict]) -> dict:
+        examples = [e for e in examples if e.get("example_id") != -1] or examples[:1]
         rows = self._packed(examples) if self.pack else [[e] for e in examples]
         width = max(sum(len(e["input_ids"]) for e in row) for row in rows)
         anchors = [self._anchors(row) for row in rows]
@@ -168,7 +288,8 @@ class BlockCollator:
                 batch["input_ids"][r, at : at + n] = torch.tensor(example["input_ids"])
                 batch["labels"][r, at : at + n] = torch.tensor(example["labels"])
                 batch["position_ids"][r, at : at + n] = torch.arange(n)
-                batch["documents"].append((example.get("example_id", 0), r, at, n))
+                if example.get("example_id") != -1:
+                    batch["documents"].append((example.get("example_id", 0), r, at, n))
                 at += n
             batch["anchors"][r, : len(anchors[r])] = anchors[r]
         return batch

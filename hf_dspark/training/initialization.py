@@ -5,6 +5,8 @@ import torch
 from ..decoding.target import decoder_layers
 from ..modeling import DSparkConfig, DSparkDrafter, Eagle3Config, Eagle3Drafter
 
+PER_DRAFTED_ID = {"correction.w2.weight", "correction.up.weight", "lm_head.weight", "head.weight"}  # a row each
+
 
 def default_layer_ids(num_layers: int, count: int = 5) -> list[int]:
     """Taps spread evenly from layer 1 to the third last (DSpark); the middle layer if `count` is 1."""
@@ -100,14 +102,19 @@ def _typical_norms(layer) -> None:
             norm.weight.fill_((proj.weight * scale).pow(2).sum(1).mean().sqrt())
 
 
-def init_from_drafter(drafter: DSparkDrafter, other) -> list[str]:
-    """Copy every tensor of `other` that fits by name and shape (not the vocabulary map); return their names.
+def init_from_drafter(drafter, other) -> list[str]:
+    """Copy every tensor of `other` that fits by name and shape; return their names.
+
+    The vocabulary map stays, and where the maps differ, so do the tensors with a row for each drafted id.
 
     Raises:
         ValueError: when nothing fits.
     """
     mine, theirs = drafter.state_dict(), other.state_dict()
-    fits = {n: t for n, t in theirs.items() if n in mine and mine[n].shape == t.shape and n != "d2t"}
+    kept = {"d2t"}
+    if not torch.equal(drafter.target_ids().cpu(), other.target_ids().cpu()):
+        kept |= PER_DRAFTED_ID
+    fits = {n: t for n, t in theirs.items() if n in mine and mine[n].shape == t.shape and n not in kept}
     if not fits:
         raise ValueError("init_from names a drafter none of whose tensors fits this one: match its sizes, or drop init_from.")
     drafter.load_state_dict(fits, strict=False)

@@ -84,6 +84,27 @@ class FrozenTarget:
 
         return logits
 
+    def check_packing(self) -> None:
+        """Run a document alone and behind another, in a row of two.
+
+        Raises:
+            ValueError: its states differ by more than rounding.
+        """
+        ids = torch.arange(1, 25, device=self.model.device)[None] % self.model.config.get_text_config().vocab_size
+        position_ids = torch.cat([torch.arange(n, device=ids.device) for n in (11, 13)])[None]
+        none = torch.full_like(ids, -100)
+        alone = self(ids[:, 11:], none[:, 11:], position_ids[:, 11:], True).hidden.double()
+        try:
+            behind = self(ids, none, position_ids, True).hidden[:, 11:].double()
+        except TypeError:  # a forward without position_ids
+            behind = alone.new_full(alone.shape, float("nan"))
+        exact = self.model.dtype in (torch.float32, torch.float64)
+        if not (behind - alone).norm() <= (1e-3 if exact else 0.1) * alone.norm():
+            raise ValueError(
+                f"pack=True, and {type(self.model).__name__} lets a document see the one before it in its row (its states "
+                "change with it), so the drafter would learn from contexts that never occur: set pack=False."
+            )
+
     @torch.no_grad()
     def __call__(self, input_ids, labels, position_ids, packed: bool) -> TargetOutputs:
         """`position_ids` restart with each document; the target then keeps packed documents apart by itself."""
@@ -131,9 +152,9 @@ class FeatureCache:
 
     def load(self, documents: list[tuple], shape, device) -> TargetOutputs | None:
         """Outputs [B, T, ...] of a batch of `shape` [B, T], zero between its documents (example id, row, first column,
-        columns); None unless all of them are here."""
+        columns); None unless there are some, all of them here."""
         paths = [self._path(example_id) for example_id, *_ in documents]
-        if not all(p.exists() for p in paths):
+        if not paths or not all(p.exists() for p in paths):
             return None
         found = [load_file(p) for p in paths]
         parts = []

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from . import chain
+from . import chain, tree
 
 
 class Verifier(NamedTuple):
@@ -24,4 +24,10 @@ VERIFIERS = {
     "match": Verifier(chain.verify_match, chain.match_all, shares_noise=True),
     "ratio": Verifier(chain.verify_ratio, chain.ratio_all, shares_noise=False),
     "block": Verifier(chain.verify_block, chain.block_all, shares_noise=False),
+}
+
+# The same for trees, whose forms take the parents behind the tokens: "ratio" for children drawn from laws.
+TREE_VERIFIERS = {
+    "match": Verifier(tree.verify_match, tree.match_all, shares_noise=True),
+    "ratio": Verifier(tree.verify_ratio, tree.ratio_all, shares_noise=False),
 }

@@ -44,10 +44,18 @@ def test_temperatures_go_into_the_drafters_own_config_and_its_weights_stay(world
 
 def test_another_folder_gets_the_whole_drafter(world, tmp_path):
     target, drafter, prompts = world
-    out = tmp_path / "calibrated"
-    result = call("calibrate", drafter, "--target", target, "--prompts", prompts, "--max-new-tokens", 6, "--out", out)
-    assert result.exit_code == 0 and "fewer than 500 labels" in result.output
-    assert AutoDrafter.from_pretrained(out).config.confidence_temperatures == [1.0] * 5
+    out, options = tmp_path / "calibrated", ["--max-new-tokens", 12, "--temperature", 0]
+    result = call("calibrate", drafter, "--target", target, "--prompts", prompts, "--min-labels", 25, "--out", out, *options)
+    assert result.exit_code == 0 and "positions [5] had fewer than 25 labels" in result.output, result.output
+    assert len(AutoDrafter.from_pretrained(out).config.confidence_temperatures) == 5
+
+
+def test_without_labels_nothing_is_called_calibrated(world, tmp_path):
+    target, drafter, prompts = world
+    before = (tmp_path / "drafter" / "config.json").read_bytes()
+    result = call("calibrate", drafter, "--target", target, "--prompts", prompts, "--max-new-tokens", 6)
+    assert result.exit_code == 1 and "Nothing was calibrated and nothing stored" in result.output
+    assert (tmp_path / "drafter" / "config.json").read_bytes() == before
 
 
 def test_a_foreign_or_remote_drafter_is_not_changed_in_place(world, tmp_path):
@@ -65,4 +73,6 @@ def test_a_profile_is_printed_and_stored(world, tmp_path):
     assert result.exit_code == 0, result.output
     assert "pays from tau" in result.output and CostTable.load(out).widths == (1, 4)
     assert numbers("3,1") == (3, 1)
+    again = call("profile", drafter, "--target", target, "--out", out)
+    assert again.exit_code == 0 and "read from" in again.output and "--again" in again.output
     assert "write them with commas" in call("profile", drafter, "--target", target, "--rows", "many").output

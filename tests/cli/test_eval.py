@@ -1,13 +1,15 @@
 """`hf-dspark eval` in-process on tiny models."""
 
+import io
 import json
 
 import pytest
 import tiny_chat
+from rich.console import Console
 from typer.testing import CliRunner
 
 from hf_dspark.cli import main
-from hf_dspark.cli.eval import hints, parse_setting
+from hf_dspark.cli.eval import LEGEND, METHODS, hints, parse_setting, results_table
 
 
 def call(*arguments):
@@ -41,6 +43,30 @@ def test_a_table_a_file_and_plots(world, tmp_path):
     drawn = {path.stem for path in (tmp_path / "plots").glob("*.png")}
     assert drawn == {"tau", "time_split", "conditional_acceptance", "threshold_sweep"}
     assert "words, temperature 0" in result.output and "Hint: 2 answers" in result.output
+
+
+def test_a_table_of_everything_fits_100_columns_and_breaks_no_word():
+    speed = {"ratio": 12.34, "low": 10.11, "high": 13.22}
+    row = {"tau": 12.34, "accepted_per_round": 11.34, "acceptance_rate": 1.0, "tokens_per_second": 1234.5, "same_text": 1.0}
+    row |= {"split": {"draft": 0.1234, "verify": 0.2678, "rest": 0.00123}}
+    row |= {"speedup_over_plain": speed, "speedup_over_lookup": {**speed, "low": 9.87}}
+    names = ["plain", "own[max_draft_stages=16, loop_gate=-0.5]", "stock[num_draft_tokens=12]"]
+    out = io.StringIO()
+    Console(file=out, width=100).print(results_table([{**row, "method": name} for name in names], "set", 0.0))
+    text = out.getvalue()
+    numbers = ("(10.1-13.2)", "(9.87-13.2)", "123/268/1.23", "1234.5")
+    for word in ("max_draft_stages=16", "loop_gate=-0.5]", "[num_draft_tokens=12]", *numbers):
+        assert word in text
+    columns = [line for line in text.splitlines() if "tok/s" in line][0].split()
+    assert all(column.split()[-1] in LEGEND + METHODS or column == "method" for column in columns)
+
+
+def test_results_that_exist_are_replaced_on_request_alone(world, tmp_path):
+    target, _, prompts = world
+    given = ["eval", target, "--prompts", prompts, "--methods", "plain", "--limit", 1, "--max-new-tokens", 3]
+    given += ["--out", tmp_path / "new" / "eval.json"]
+    assert call(*given).exit_code == 0
+    assert "exists already" in call(*given).output and call(*given, "--overwrite").exit_code == 0
 
 
 def test_what_cannot_be_run_is_said(world):

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+import hf_dspark
 from hf_dspark.auto import AutoDrafter
 from hf_dspark.cli import demo, main, shared
 from hf_dspark.evaluation.prompts import render
@@ -149,10 +150,23 @@ def test_the_demo_says_how_much_of_two_answers_is_equal():
     assert demo.same_tokens([5, 6, 7], [5, 6]) == "only the first 2 of 3"
 
 
-def test_the_demo_says_what_to_pass_where_no_drafter_is_shipped(monkeypatch):
+def test_the_demo_copies_from_the_text_where_no_drafter_is_shipped(monkeypatch):
     monkeypatch.setattr(demo, "shipped_drafter", lambda: None)
+    monkeypatch.setattr(hf_dspark, "CopyDrafter", lambda: "copies", raising=False)
+    assert demo.choose_drafter(None, None) == ("copies", "the text itself: what it repeats is drafted (no drafter was given)")
+    monkeypatch.delattr(hf_dspark, "CopyDrafter")
+    if not hasattr(hf_dspark, "CopyDrafter"):
+        with pytest.raises(ValueError, match="pass --drafter"):
+            demo.choose_drafter(None, None)
+
+
+def test_the_demo_says_what_to_install_for_its_model(monkeypatch):
+    def load(name, dtype):
+        raise ImportError('run `pip install "hf-dspark[demo]"`')
+
+    monkeypatch.setattr(demo, "load_target", load)
     result = CliRunner().invoke(main.app, ["demo"])
-    assert result.exit_code == 1 and "--drafter" in result.output
+    assert result.exit_code == 1 and 'Error: run `pip install "hf-dspark[demo]"`' in result.output
 
 
 def test_the_demo_takes_the_dspark_drafter_of_a_checkout(tmp_path):

@@ -1,6 +1,7 @@
 """`hf-dspark inspect` in-process on tiny models."""
 
 import pytest
+import tiny
 import tiny_chat
 from typer.testing import CliRunner
 
@@ -56,3 +57,15 @@ def test_what_makes_no_sense_is_refused(world):
     assert "FIELD=VALUE" in call(world[1], "--override", "fast").output
     unknown = call(world[1], "--override", "blok_size=3")
     assert isinstance(unknown.exception, SystemExit) and "did you mean 'block_size'" in unknown.output
+
+
+def test_heads_inside_a_target_are_described_and_checked(tmp_path):
+    from tiny_heads import save_carrier
+
+    save_carrier("glm, one head", tmp_path, vocab=tiny.V)
+    tiny_chat.make_tokenizer().save_pretrained(tmp_path)
+    options = ["--target", tmp_path, "--no-chat", "--check", "--max-new-tokens", 12, "--dtype", "float32"]
+    result = call("heads", *options)
+    assert "MTPDrafter" in result.output and "Exact: all" in result.output, result.output
+    assert "layers.0.block.mlp.experts.gate_up_proj" in result.output
+    assert "pass --target" in call("heads").output

@@ -1,12 +1,19 @@
 """The command line as a whole: every command is listed without importing it, and errors are sentences."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 from typer.testing import CliRunner
 
+import hf_dspark
 from hf_dspark.cli import main
+
+ROOT = Path(__file__).parents[2]
 
 
 def call(*arguments):
@@ -20,6 +27,21 @@ def test_help_lists_every_command_and_imports_none(monkeypatch):
     assert "from ." not in Path(main.__file__).read_text()
 
 
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["generate", "--help"], ["eval", "owner/t", "--no-such"]])
+def test_help_and_usage_errors_need_no_torch(arguments):
+    code = "import sys; from hf_dspark.cli.main import main; sys.modules['torch'] = sys.modules['transformers'] = None; main()"
+    code = f"import sys; sys.argv[0] = 'bin/hf-dspark'; {code}"
+    result = subprocess.run([sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert result.returncode == (2 if "--no-such" in arguments else 0), result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_the_version_names_what_a_report_of_a_fault_needs():
+    output = call("--version").output
+    assert f"hf-dspark {hf_dspark.__version__}" in output and f"torch {torch.__version__}" in output
+    assert f"transformers {transformers.__version__}" in output
+
+
 @pytest.mark.parametrize("name", main.COMMANDS)
 def test_every_command_explains_itself(name):
     result = call(name, "--help")
@@ -29,21 +51,21 @@ def test_every_command_explains_itself(name):
 
 
 def test_an_error_is_a_sentence_and_a_traceback_only_on_request():
-    short = call("generate", "nowhere")
-    assert short.exit_code == 1 and "Give either PROMPT or --batch-file" in short.output
+    short = call("generate", "owner/nowhere", "")
+    assert short.exit_code == 1 and "PROMPT is empty" in short.output
     assert isinstance(short.exception, SystemExit)
-    assert isinstance(call("--debug", "generate", "nowhere").exception, ValueError)
+    assert isinstance(call("--debug", "generate", "owner/nowhere", "").exception, ValueError)
 
 
 WITH_A_DRAFTER = [
-    ["generate", "no-target", "text", "--drafter"],
-    ["eval", "no-target", "--prompts", __file__, "--drafter"],
-    ["data", "generate", "no-target", "--prompts", __file__, "--out", "y", "--drafter"],
-    ["train", "no-target", "--data", __file__, "--output", "y", "--init-from"],
-    ["calibrate", "--target", "no-target", "--prompts", __file__],
-    ["profile", "--target", "no-target"],
-    ["inspect", "--target", "no-target"],
-    ["convert", "--target", "no-target", "--to", "own"],
+    ["generate", "owner/no-target", "text", "--drafter"],
+    ["eval", "owner/no-target", "--prompts", __file__, "--drafter"],
+    ["data", "generate", "owner/no-target", "--prompts", __file__, "--out", "y", "--drafter"],
+    ["train", "owner/no-target", "--data", __file__, "--output", "y", "--init-from"],
+    ["calibrate", "--target", "owner/no-target", "--prompts", __file__],
+    ["profile", "--target", "owner/no-target"],
+    ["inspect", "--target", "owner/no-target"],
+    ["convert", "--target", "owner/no-target", "--to", "own"],
     ["demo", "--drafter"],
 ]
 
@@ -55,13 +77,13 @@ def test_a_drafter_that_is_not_there_is_refused_before_a_target_is_loaded(argume
 
 
 NO_FILE = [
-    ["generate", "no-target", "--out", "y", "--batch-file"],
-    ["eval", "no-target", "--prompts"],
-    ["data", "generate", "no-target", "--out", "y", "--prompts"],
-    ["train", "no-target", "--output", "y", "--data"],
-    ["train", "no-target", "--output", "y", "--data", __file__, "--eval-data"],
-    ["calibrate", "owner/drafter", "--target", "no-target", "--prompts"],
-    ["inspect", "owner/drafter", "--target", "no-target", "--prompts"],
+    ["generate", "owner/no-target", "--out", "y", "--batch-file"],
+    ["eval", "owner/no-target", "--prompts"],
+    ["data", "generate", "owner/no-target", "--out", "y", "--prompts"],
+    ["train", "owner/no-target", "--output", "y", "--data"],
+    ["train", "owner/no-target", "--output", "y", "--data", __file__, "--eval-data"],
+    ["calibrate", "owner/drafter", "--target", "owner/no-target", "--prompts"],
+    ["inspect", "owner/drafter", "--target", "owner/no-target", "--prompts"],
     ["data", "stats"],
 ]
 
@@ -75,14 +97,15 @@ def test_a_file_that_is_not_there_is_refused_before_anything_is_loaded(arguments
 @pytest.mark.parametrize(
     ("option", "words"),
     [
-        (["--loop-gate", "often"], "loop_gate='often' is unknown: set a log-probability"),
+        (["--loop-gate", "often"], "loop_gate='often' is no number: set a log-probability"),
         (["--verification", "guess"], "verification='guess' is unknown"),
-        (["--num-draft-tokens", "-2"], "num_draft_tokens=-2 is negative"),
+        (["--loop-gate", "nan"], "loop_gate=nan is no number"),
+        (["--engine", "fast"], "engine='fast' is unknown"),
     ],
     ids=lambda x: x[0] if isinstance(x, list) else "",
 )
 def test_a_knob_that_cannot_be_is_refused_before_anything_is_loaded(option, words):
-    assert words in call("generate", "no-target", "text", *option).output
+    assert words in call("generate", "owner/no-target", "text", *option).output
 
 
 def test_a_missing_package_is_named_with_what_installs_it(monkeypatch):

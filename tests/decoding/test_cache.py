@@ -1,6 +1,7 @@
 """Caches the user brings or takes along: continued, handed back, converted, and the drafter's context with them."""
 
 import copy
+import functools
 import pickle
 
 import pytest
@@ -58,6 +59,9 @@ def second_turn(batch, sequences, lengths=None):
     )
 
 
+MAKERS = [tiny.make_drafter, tiny.make_eagle3, functools.partial(tiny.make_mtp, heads=3)]
+
+
 def alone(target, batch, new=SECOND):
     """New tokens of each row, from a plain run on its unmasked tokens."""
     out = []
@@ -69,7 +73,7 @@ def alone(target, batch, new=SECOND):
 # ---------------------------------------------------------------------- a chat on our own cache
 
 
-@pytest.mark.parametrize("make", [tiny.make_drafter, tiny.make_eagle3], ids=["block", "chain"])
+@pytest.mark.parametrize("make", MAKERS, ids=["block", "chain", "heads"])
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("kind", ["returned", "copied", "pickled", "given", "given and copied"])
 def test_a_second_turn_goes_on_with_target_and_draft_context(llama, make, rows, kind, drafts):
@@ -209,7 +213,7 @@ def test_plain_generate_refuses_our_own_cache_in_words(llama):
 # ---------------------------------------------------------------------- odd ways to fill a cache
 
 
-@pytest.mark.parametrize("make", [tiny.make_drafter, tiny.make_eagle3], ids=["block", "chain"])
+@pytest.mark.parametrize("make", MAKERS, ids=["block", "chain", "heads"])
 def test_a_cache_of_the_first_part_of_the_prompt(llama, make):
     """As with a shared system prompt: its features are gone, and the drafter's positions start behind it."""
     prompt, cache = llama.prompts[0], DynamicCache()
@@ -254,7 +258,7 @@ def test_the_older_name_of_the_argument_works_too(llama):
 
 @pytest.mark.parametrize("chunk", [1, 2, 5, 100])
 def test_chunked_prefill_changes_nothing(llama, chunk, drafts):
-    for make in (tiny.make_drafter, tiny.make_eagle3):
+    for make in MAKERS:
         drafter = make(llama.target)
         drafts.clear()
         whole = talk(llama.target, llama.padded(), drafter)

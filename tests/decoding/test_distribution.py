@@ -24,6 +24,8 @@ def target():
 def drafter(kind="markov"):
     if kind == "chain":
         return tiny.make_eagle3(target(), target_layer_ids=[0, -1], chain_length=3)
+    if kind == "heads":
+        return tiny.make_mtp(target(), heads=2)
     reduced = dict(draft_vocab_size=3) if kind == "reduced" else {}
     return tiny.make_drafter(target(), target_layer_ids=[0, -1], num_hidden_layers=1, block_size=3, seed=3, **reduced)
 
@@ -62,7 +64,7 @@ def test_samples_follow_the_targets_law(verification, rows, temperature, top_k):
     assert abs(score(rows, verification, temperature=temperature, top_k=top_k)) < LIMIT
 
 
-@pytest.mark.parametrize("kind", ["reduced", "chain"])
+@pytest.mark.parametrize("kind", ["reduced", "chain", "heads"])
 def test_with_other_drafters_thresholds_and_stages(kind):
     knobs = dict(confidence_threshold=0.4) if kind == "reduced" else {}
     assert score(2000, "ratio", kind, loop_gate=-2.0, max_draft_stages=2, **knobs) < LIMIT

@@ -373,6 +373,14 @@ def test_positions_that_a_target_has_not_learned_are_refused():
     )
 
 
+def test_rows_do_not_reach_over_a_length_that_changes_the_forward():
+    rope = dict(rope_type="dynamic", factor=2.0, rope_theta=10000.0)
+    target = tiny.make_target(**tiny.TARGETS["llama"][2], rope_parameters=rope)
+    engine = SpeculativeEngine(target, tiny.make_drafter(target))
+    over, within = engine.generate([EngineRequest(input_ids=[5] * n, options=dict(max_new_tokens=7)) for n in (251, 250)])
+    assert "dynamic NTK" in str(over.error) and len(within.tokens) == 7
+
+
 @pytest.mark.parametrize(
     ("request_", "why"),
     [

@@ -8,8 +8,8 @@ from tiny import generated
 from hf_dspark import SpeculationConfig
 from hf_dspark.decoding.generate import listening
 from hf_dspark.decoding.loop import DecodeLoop
-from hf_dspark.scheduling.policy import Policy
 from hf_dspark.drafting.proposer import Proposer
+from hf_dspark.scheduling.policy import Policy
 
 ACCEPT = [0, 3, 7, 1]
 NEW = 24
@@ -21,6 +21,8 @@ DRAFTERS = {
     ),
     "chain": lambda target: tiny.make_eagle3(target, chain_length=7),
     "deep chain": lambda target: tiny.make_eagle3(target, chain_length=7, num_hidden_layers=2),
+    "one head": lambda target: tiny.make_mtp(target, chain_length=7),
+    "seven heads": lambda target: tiny.make_mtp(target, heads=7),
 }  # fmt: skip
 
 
@@ -28,7 +30,8 @@ def fresh_pass(target, drafter, ids):
     """Target and drafter K/V per layer of `ids` [n], and the features, from one uncached look at everything."""
     out = target(ids[None], output_hidden_states=True)
     cache = out[tiny.CACHE]
-    features = torch.cat([out.hidden_states[i + 1] for i in drafter.config.target_layer_ids], -1)
+    states = [*out.hidden_states, out.hidden_states[-1]]  # behind the final norm, the last layer's is the tap N
+    features = torch.cat([states[i + 1] for i in drafter.config.target_layer_ids], -1)
     return [(layer.keys[0], layer.values[0]) for layer in cache.layers], features
 
 
@@ -117,7 +120,7 @@ def test_caches_in_other_targets_and_sides(name, side, texts, checks):
     assert steered.last_speculation.accepted_lengths == [[0, 3, 7, 1, 0, 3, 2]] * 4
 
 
-@pytest.mark.parametrize("drafter", ["block", "block, anchor is no slot", "chain"])
+@pytest.mark.parametrize("drafter", ["block", "block, anchor is no slot", "chain", "one head", "seven heads"])
 def test_nothing_of_looped_drafting_stays_behind(drafter, texts, checks):
     case, known = case_of("llama", texts)
     steered = tiny.Steered(DRAFTERS[drafter](case.target), known, [9, 2, 14, 0])
@@ -171,7 +174,7 @@ class Scripted(Policy):
 
 
 @pytest.mark.parametrize("patience, widths", [(64, [8, 5, 3]), (3, [8, 3, 2, 3])])
-@pytest.mark.parametrize("drafter", ["block", "chain"])
+@pytest.mark.parametrize("drafter", ["block", "chain", "seven heads"])
 def test_a_drafter_reads_plain_steps_together_before_it_drafts(drafter, patience, widths, texts, monkeypatch):
     case, known = case_of("llama", texts)
     drafter, read = DRAFTERS[drafter](case.target), []
@@ -185,7 +188,7 @@ def test_a_drafter_reads_plain_steps_together_before_it_drafts(drafter, patience
     assert read[: len(widths)] == widths
 
 
-@pytest.mark.parametrize("drafter", ["block", "chain"])
+@pytest.mark.parametrize("drafter", ["block", "chain", "seven heads"])
 def test_rows_that_end_within_plain_steps_leave_what_waits_to_the_others(drafter, texts, monkeypatch):
     case, known = case_of("llama", texts)
     drafter, seen = DRAFTERS[drafter](case.target), {}

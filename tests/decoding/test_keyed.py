@@ -35,6 +35,8 @@ def drafter(kind: str, reduced: bool):
     vocabulary = dict(draft_vocab_size=40) if reduced else {}
     if kind == "chain":
         return tiny.make_eagle3(target(), target_layer_ids=[-1, 0], **vocabulary)
+    if kind == "heads":
+        return tiny.make_mtp(target(), heads=2, **vocabulary)
     return tiny.make_drafter(target(), target_layer_ids=[-1, 0], num_hidden_layers=1, **DRAFTERS[kind], **vocabulary)
 
 
@@ -43,7 +45,7 @@ def draw(seed: int):
     r = random.Random(seed)
     rows = r.choice([1, 1, 2, 3])
     prompts = [torch.tensor(r.choices(range(3, 60), k=r.randint(1, 8))) for _ in range(rows)]
-    kind = r.choice([*DRAFTERS, "chain", "scripted", "scripted"])
+    kind = r.choice([*DRAFTERS, "chain", "heads", "scripted", "scripted"])
     options = dict(
         temperature=r.choice([0.4, 1.0, 1.7]),
         top_k=r.choice([0, 2, 12, 50]),
@@ -147,7 +149,7 @@ def test_noise_belongs_to_the_row_and_the_token_and_not_to_the_batch():
 
 
 @pytest.mark.parametrize("verification", ["ratio", "block"])
-@pytest.mark.parametrize("kind", ["markov", "chain"])
+@pytest.mark.parametrize("kind", ["markov", "chain", "heads"])
 def test_a_rows_sample_does_not_depend_on_the_rest_of_the_batch(verification, kind):
     prompts = [torch.tensor([9, 8, 7, 6]), torch.tensor([5, 4]), torch.tensor([30] * 7)]
     knobs = SpeculationConfig(verification=verification, seed=8, loop_gate=-9.0, max_draft_stages=2)

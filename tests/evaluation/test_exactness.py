@@ -6,6 +6,7 @@ import pytest
 import tiny
 import torch
 
+from hf_dspark.decoding.selfcheck import SelfCheck
 from hf_dspark.evaluation import exactness
 from hf_dspark.evaluation.exactness import Exactness, check_exactness
 
@@ -28,6 +29,9 @@ class Broken:
 
     def __call__(self, **inputs):
         return self.target(**inputs)
+
+    def __getattr__(self, name):
+        return getattr(self.target, name)
 
     def generate(self, ids, assistant_model=None, **options):
         out = self.target.generate(ids, **options)
@@ -69,4 +73,4 @@ def test_a_text_that_ends_early_is_a_difference(llama):
     (d,) = report.divergences
     assert (d.index, d.plain, d.ours) == (5, llama.new[0][5], None) and math.isnan(d.gap)
     assert report.verdict == "different"
-    assert Exactness([None, None], 9, "float32").verdict == "exact"
+    assert Exactness([None, None], 9, "float32", SelfCheck(0.0, 0.0, 1.0, 1.0)).verdict == "exact"

@@ -80,6 +80,23 @@ def test_another_targets_drafter_is_told_from_an_untrained_one():
     assert found(fresh).verdict == "untrained"
 
 
+def test_too_little_training_is_told_from_another_target_by_the_run_record():
+    drafter, target, prompts = tiny_chat.trained().drafter, other_target(), tiny_chat.trained().prompts[:2]
+
+    def judged(name, **record):
+        target.config._name_or_path = "this/target"
+        return diagnose(target, rebuilt(drafter, target, target_name=name), prompts, 30, 16, record=record)
+
+    same = judged(None, target="this/target", steps=12, examples=1400)
+    assert same.verdict == "undertrained" and "12 steps on 1,400 examples" in same.advice and "another" not in same.advice
+    assert judged("this/target").verdict == "undertrained"
+    other = judged("its/own", target="its/own", steps=12)
+    assert other.verdict == "target" and "its/own" in other.advice
+    assert "or too little (its run record says 12 steps)" in other.advice
+    unknown = judged(None)
+    assert unknown.verdict == "target" and "another target, or too little" in unknown.advice
+
+
 def test_what_the_judge_sees_is_what_decoding_does():
     target, drafter, prompts = tiny_chat.trained()
     (text,) = inspection.greedy_texts(target, prompts[:1], [0, 1], 30, block=4, most=99)

@@ -23,13 +23,13 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from hf_dspark import AutoDrafter, SpeculationConfig
-from hf_dspark.scheduling.policy import Policy
 from hf_dspark.embedded import load_smollm2
 from hf_dspark.evaluation import metrics
 from hf_dspark.evaluation.profiling import cached_profile
 from hf_dspark.evaluation.prompts import read_prompts
 from hf_dspark.evaluation.record import record
 from hf_dspark.evaluation.replay import Costs, gate, oracle_gate, replay
+from hf_dspark.scheduling.policy import Policy
 from hf_dspark.training import ChatDataset, DrafterTrainer, DrafterTrainingArguments, new_drafter
 
 PAPER = Costs(draft=3.90e-3, verify=lambda tokens: 22.45e-3)

@@ -24,13 +24,14 @@ from hf_dspark import AutoDrafter
 from hf_dspark.embedded import load_smollm2
 from hf_dspark.evaluation.benchmark import Method, Plan, run
 from hf_dspark.evaluation.prompts import Prompt, read_prompts
-from hf_dspark.training import ChatDataset, DrafterTrainer, DrafterTrainingArguments, new_drafter, new_eagle3
+from hf_dspark.training import ChatDataset, DrafterTrainer, DrafterTrainingArguments, new_drafter, new_eagle3, new_mtp
 
 FAMILIES = {
     "dspark": dict(correction_head="markov", markov_rank=64, confidence_head=True),
     "dflash": dict(correction_head="none"),
     "domino": dict(correction_head="domino", gru_hidden_size=256, correction_size=64, pure_draft_prefix_len=1),
     "eagle3": {},
+    "mtp": {},
 }
 METHODS = [Method("plain"), Method("own"), Method("own", {"loop_gate": -0.5})]
 
@@ -46,9 +47,9 @@ class Variant(NamedTuple):
     @classmethod
     def of(cls, name):
         found = re.fullmatch(rf"({'|'.join(FAMILIES)})(?:-(\d+))?(?:x(\d+))?", name)
-        if not found or (found[1] == "eagle3" and found[3]):
+        if not found or (found[1] in ("eagle3", "mtp") and found[3]):
             known = ", ".join(FAMILIES)
-            raise argparse.ArgumentTypeError(f"{name!r} is no FAMILY[-BLOCK][xLAYERS] of {known} (eagle3 has one layer)")
+            raise argparse.ArgumentTypeError(f"{name!r} is no FAMILY[-BLOCK][xLAYERS] of {known} (chains have one layer)")
         return cls(name, found[1], int(found[2] or 5), int(found[3] or 1))
 
 
@@ -100,6 +101,8 @@ def train(variant, world, args, folder, steps, budget, start=0.6):
     torch.manual_seed(0)
     if variant.family == "eagle3":
         drafter = new_eagle3(target, draft_ids, chain_length=variant.block)
+    elif variant.family == "mtp":
+        drafter = new_mtp(target, draft_ids, chain_length=variant.block)
     else:
         shape = dict(block_size=variant.block, num_hidden_layers=variant.layers, **FAMILIES[variant.family])
         drafter = new_drafter(target, mask, draft_ids, **shape)

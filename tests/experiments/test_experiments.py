@@ -9,13 +9,13 @@ import pytest
 HERE = Path(__file__).parent
 
 
-def test_the_four_families_are_trained_and_compared(monkeypatch, capsys, tmp_path):
+def test_the_families_are_trained_and_compared(monkeypatch, capsys, tmp_path):
     options = ["--tiny", "--minutes", "0.001", "--prompts", "2", "--tokens", "8", "--output", str(tmp_path)]
     monkeypatch.setattr("sys.argv", [str(HERE / "families.py"), *options])
     runpy.run_path(str(HERE / "families.py"), run_name="__main__")
     table = (tmp_path / "families.md").read_text()
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
-    assert [row[0] for row in rows] == [name for name in ("dspark", "dflash", "domino", "eagle3") for _ in range(4)]
+    assert [row[0] for row in rows] == [name for name in ("dspark", "dflash", "domino", "eagle3", "mtp") for _ in range(4)]
     assert all(1 <= float(row[6]) <= 8 and float(row[7]) > 0 for row in rows)
     assert {(row[4], row[5]) for row in rows} == {("0", "no"), ("0", "yes"), ("1", "no"), ("1", "yes")}
     capsys.readouterr()

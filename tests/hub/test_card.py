@@ -1,6 +1,7 @@
 """The card says what was recorded, keeps what a human wrote, and makes nothing up."""
 
 import json
+import re
 
 import pytest
 import yaml
@@ -105,9 +106,9 @@ def test_every_recorded_fact_appears(folder):
 def test_measurements_become_one_row_per_set_and_method_with_machine_and_thinking_mode(folder):
     text = card(folder, RESULTS)
     assert "| prompts | method | tau, T=0 | x plain, T=0 | tau, T=1 | x plain, T=1 |" in text
-    assert "| gsm8k | this drafter | 1.91 | 1.35 (1.25-1.45) | 1.72 | 1.21 (1.11-1.31) |" in text
-    assert "| mt-bench | this drafter | 1.44 | 1.02 (0.92-1.12) | - | - |" in text
-    assert "| mt-bench | lookup | 1.20 |" in text and "| gsm8k | plain" not in text
+    assert "| gsm8k | own | 1.91 | 1.35 (1.25-1.45) | 1.72 | 1.21 (1.11-1.31) |" in text
+    assert "| mt-bench | own | 1.44 | 1.02 (0.92-1.12) | - | - |" in text
+    assert "| mt-bench | lookup | 1.20 |" in text and "own: this drafter" in text and "| gsm8k | plain" not in text
     assert "on Xeon, 1 threads, float32; prompts: 20 of gsm8k, 10 of mt-bench" in text and "thinking off" in text
 
 
@@ -133,8 +134,26 @@ def test_what_a_human_wrote_outside_the_marks_survives(folder):
     assert "My own foreword." in again.split(BEGIN)[0] and again.endswith("\n## Thanks\n\nTo all.\n")
     assert front(again)["license"] == "mit" and front(again)["thumbnail"] == "mine.png"
     assert front(again)["tags"] == ["speculative-decoding", "drafter", "dspark", "mine"]
-    assert "this drafter" in again and "Nothing yet" not in again
+    assert "| own |" in again and "Nothing yet" not in again
     assert card(folder, RESULTS) == again  # a second run changes nothing
+
+
+def test_numbers_of_an_earlier_card_stay_while_the_weights_do(folder):
+    text = card(folder, RESULTS)
+    assert card(folder) == text and card(folder, license="mit").count("| gsm8k | own |") == 1
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\7")
+    stale = card(folder)
+    assert "| gsm8k" not in stale and "Nothing since the weights were changed" in stale
+    assert "| gsm8k | own |" in card(folder, RESULTS)
+
+
+def test_numbers_of_a_card_without_a_mark_of_its_weights_stay(folder):
+    text = card(folder, RESULTS)
+    unmarked = re.sub(r"\n*<!-- weights: .*-->", "", text)
+    assert unmarked != text
+    (folder / "README.md").write_text(unmarked)
+    assert card(folder) == text
 
 
 def test_an_older_readme_without_marks_is_kept_below():
@@ -142,8 +161,45 @@ def test_an_older_readme_without_marks_is_kept_below():
     assert merged == f"---\ntags:\n- a\n---\n\n{BEGIN}\nBODY\n{END}\n\n# Hand made\n\nText.\n"
 
 
-def test_a_license_argument_wins_over_the_record(folder):
+def test_arguments_win_over_the_record_and_over_an_earlier_card(folder):
     assert front(card(folder, license="mit"))["license"] == "mit"
+    assert front(card(folder))["license"] == "mit"
+    again = front(card(folder, license="bsd-3-clause", base_model="someone/target"))
+    assert again["license"] == "bsd-3-clause" and again["base_model"] == "someone/target"
+
+
+def test_a_local_path_is_no_base_model(folder):
+    text = card(folder, record=RECORD | {"target": "/home/me/SmolLM2"})
+    assert "base_model" not in front(text) and "/home/me" not in text and "Drafts for its target only" in text
+    (folder / "README.md").write_text(text.replace("---\n", "---\nbase_model: /home/me/SmolLM2\n", 1))
+    assert "base_model" not in front(card(folder, record=RECORD | {"target": "/home/me/SmolLM2"}))
+    text = card(folder, base_model="HuggingFaceTB/SmolLM2-135M-Instruct", record=RECORD | {"target": "/home/me/SmolLM2"})
+    assert front(text)["base_model"] == "HuggingFaceTB/SmolLM2-135M-Instruct" and "/home/me" not in text
+    assert card(folder, record=None) == card(folder, record=None) and front(card(folder, record=None))["base_model"]
+
+
+def test_the_lines_that_load_it_name_its_repository(folder):
+    assert 'from_pretrained("OWNER/dspark-tiny"' in card(folder)
+    text = card(folder, repo_id="someone/dspark-smollm2")
+    assert 'from_pretrained("someone/dspark-smollm2"' in text and "# dspark-smollm2\n" in text
+    assert card(folder) == text  # known from then on
+
+
+@pytest.mark.parametrize(
+    ("temperatures", "words"),
+    [(None, "not calibrated"), ([1.0] * 5, "not calibrated"), ([1.0, 1.2], "yes, calibrated")],
+)
+def test_calibrated_means_that_a_temperature_was_changed(folder, temperatures, words):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"confidence_temperatures": temperatures}))
+    assert words in card(folder)
+
+
+def test_a_file_that_holds_no_results_is_refused(folder):
+    for content in ("{", "[]", "{}"):
+        (folder.parent / "eval.json").write_text(content)
+        with pytest.raises(ValueError, match="holds no results"):
+            write_card(folder, [folder.parent / "eval.json"])
 
 
 def test_other_formats_are_sent_to_convert():

@@ -71,6 +71,7 @@ def test_card_is_written_from_the_shell(tmp_path):
 
 def test_the_example_converts_and_drafts(monkeypatch, capsys, tmp_path):
     example = ROOT.parents[1] / "examples" / "convert_and_serve.py"
+    monkeypatch.syspath_prepend(str(example.parent))
     monkeypatch.setattr("sys.argv", [str(example), "--tiny", "--out", str(tmp_path)])
     runpy.run_path(str(example), run_name="__main__")
     text = capsys.readouterr().out

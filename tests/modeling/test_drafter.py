@@ -271,7 +271,18 @@ def test_the_older_spelling_of_rotary_parameters_is_read(config):
     "fields, words",
     [
         (dict(num_draft_tokens=-1), "0 for plain decoding"),
-        (dict(confidence_threshold=1.5), "no probability"),
+        (dict(num_draft_tokens=2.5), "only whole numbers"),
+        (dict(num_draft_tokens="3"), "only whole numbers"),
+        (dict(num_draft_tokens=True), "only whole numbers"),
+        (dict(confidence_threshold=1.5), "set a probability"),
+        (dict(confidence_threshold=float("nan")), "set a probability"),
+        (dict(confidence_threshold="0.5"), "set a probability"),
+        (dict(confidence_threshold=None), "set a probability"),
+        (dict(loop_gate=float("nan")), "'auto' or None"),
+        (dict(loop_gate=True), "'auto' or None"),
+        (dict(seed=1.5), "only whole numbers"),
+        (dict(max_draft_stages=2.0), "only whole numbers"),
+        (dict(max_draft_stages=None), "only whole numbers"),
         (dict(verification="greedy"), "set one of"),
         (dict(engine="vllm"), "set one of"),
         (dict(scheduler="on"), "set one of"),
@@ -279,7 +290,7 @@ def test_the_older_spelling_of_rotary_parameters_is_read(config):
         (dict(max_draft_stages=0), "set at least 1"),
     ],
 )
-def test_knobs_out_of_range_are_refused(fields, words):
+def test_knobs_out_of_range_or_of_another_type_are_refused(fields, words):
     with pytest.raises(ValueError, match=words):
         SpeculationConfig(**fields)
 

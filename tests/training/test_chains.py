@@ -17,6 +17,7 @@ from tiny_training import make_trainer, recursive_and_domino, rows, weights
 
 from hf_dspark.modeling import Eagle3Drafter
 from hf_dspark.training import ChatDataset, DecodeCheck, new_drafter, new_eagle3
+from hf_dspark.training.anchors import Step
 from hf_dspark.training.targets import FrozenTarget
 
 CHECKPOINTING = next(n for n in ("activation_checkpointing", "gradient_checkpointing") if hasattr(TrainingArguments, n))
@@ -134,8 +135,8 @@ def test_the_loss_of_a_step_and_its_gradient_equal_a_slow_twin(tmp_path, target,
     drafter = make_eagle3(target, chain_length=K, draft_vocab_size=40)
     data = ChatDataset([{"input_ids": r["input_ids"], "prompt_len": n} for r, n in zip(rows(3), (1, 3, 4))])
     trainer = make_trainer(tmp_path, drafter, target, data, num_anchors=100, pack=pack, max_length=30)
-    trainer.stage_override = stages
-    fast = trainer.compute_loss(drafter.train(), trainer.data_collator([data[i] for i in range(3)]))
+    batch = trainer.data_collator([data[i] for i in range(3)])
+    fast = trainer.compute_loss(drafter.train(), {**batch, "step": Step(stages)})
     parameters = [drafter.fc.weight, drafter.layers[0].self_attn.k_proj.weight, drafter.norm.weight]
     directions = [torch.randn(p.shape, generator=torch.Generator().manual_seed(6), dtype=p.dtype) for p in parameters]
     slope = sum((g * d).sum() for g, d in zip(torch.autograd.grad(fast, parameters), directions, strict=True))

@@ -130,12 +130,12 @@ def test_rounds_of_trees_write_the_text_of_keyed_sampling(seed):
 
 @pytest.mark.parametrize("verify", FORMS)
 def test_a_node_off_the_path_may_be_hopeless_but_not_one_on_it(verify):
-    tree, noise, scores = trees.pad([trees.chain([1, 2], torch.zeros(2))]), TreeNoise(0, [0], [0]), torch.zeros(1, 3, V)
+    tree, noise, scores = trees.pad([trees.chain([1, 0], torch.zeros(2))]), TreeNoise(0, [0], [0]), torch.zeros(1, 3, V)
     scores[:, 0, 1] = 60.0  # node 0 is accepted, node 1 is not
-    scores[:, 1, 0] = 60.0
+    scores[:, 1, 2] = 60.0
     scores[:, 2] = -torch.inf
     off = verify(scores, tree.tokens, tree.parents, None, torch.tensor([2]), noise)
-    assert paths(off) == [[0]] and off.next_token.tolist() == [0] and off.possible.tolist() == [True]
+    assert paths(off) == [[0]] and off.next_token.tolist() == [2] and off.possible.tolist() == [True]
     for bad in (torch.nan, -torch.inf):
         scores[:, 1] = bad
         on = verify(scores, tree.tokens, tree.parents, None, torch.tensor([2]), noise)
