@@ -180,6 +180,7 @@ class DecodeLoop:
         tree = None if draft.parents is None else ancestors(draft.parents[:, : width - 1])
         widths, flags = [1 + n for n in verified], batch.rows[0].outputs.flags
         out = self.target.forward(fed, batch.cache, ends, tree=tree, widths=None if flags else widths, **flags)
+        fed_each = self.target.fed / len(batch.rows)
         commits, new, judged = self._commit(batch, context.sampling, draft, verified, out.logits.to(batch.device), clock)
         batch.rows[0].outputs.add_states(out, len(commits[0].tokens), int(batch.cache.lengths[0]))
         clock.lap()
@@ -196,7 +197,7 @@ class DecodeLoop:
         seconds = Seconds(draft=propose + observe, verify=verify, overhead=commit + retire)
         self.seconds.add(seconds)
         if self.policy is not None:
-            self.policy.observe(draft, verified, judged.accepted, width, seconds.draft, seconds.verify)
+            self.policy.observe(draft, verified, judged.accepted, fed_each, seconds.draft, seconds.verify)
         if self.observer is not None:
             self.observer(Round(draft=draft, verified=verified, accepted=judged.accepted, commits=commits, seconds=seconds))
         return commits
@@ -204,16 +205,19 @@ class DecodeLoop:
     def _draft(self, batch: Batch, context: Context) -> tuple[Draft, list[int]]:
         """What the round proposes, and how much of it is verified."""
         if self.policy is not None:
-            self.policy.begin(len(batch.rows), sum(context.lengths) / len(batch.rows))
-        scheduled, room = self.speculation.scheduler is not None, context.room
+            context_length = sum(context.lengths) / len(batch.rows)
+            self.policy.begin(len(batch.rows), context_length, len(batch.rows) > 1 and self.target.packs)
+        scheduler, room = self.speculation.scheduler, context.room
         if self.tree is not None and (self.speculation.tree != "auto" or self.policy.use_tree()):
             draft = self._draft_trees(batch, context)
             return draft, draft.lengths
-        copies, lengths, planned = self._copies(batch, room, scheduled)
+        copies, lengths, planned = self._copies(batch, room, scheduler == "auto")
         if planned < batch.proposer.block or any(lengths):
             context.room = [0 if n else min(most, planned) for n, most in zip(lengths, room)]
         draft = with_copies(batch.proposer.propose(context), copies, lengths, room)
-        return draft, self.policy.prune(draft) if scheduled else draft.lengths
+        if scheduler is None:
+            return draft, draft.lengths
+        return draft, self.policy.prune(draft) if scheduler == "auto" else self.policy.allot(draft)
 
     def _draft_trees(self, batch: Batch, context: Context) -> Draft:
         """A tree per row, with what the row could copy as a branch; its size by the policy where none was set."""

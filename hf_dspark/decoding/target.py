@@ -137,6 +137,11 @@ class Target:
         sizes = [m.num_embeddings for m in tables if limit <= m.num_embeddings <= limit + 8]  # a few have an offset
         return limit if sizes else None
 
+    @property
+    def packs(self) -> bool:
+        """Whether rows of different widths cost the tokens sent; False while that isn't known."""
+        return bool(packed_path.agrees(self.model))
+
     def draft_room(self, length: int) -> float:
         """Most drafts that can be verified exactly behind `length` committed tokens of a row."""
         return draft_room(self.limits, length)

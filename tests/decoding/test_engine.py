@@ -119,6 +119,7 @@ def test_other_knobs_decide_per_row_too(target):
         SpeculationConfig(verification="match", loop_gate=-9.0, max_draft_stages=3),
         SpeculationConfig(verification="match", copy=5),
         SpeculationConfig(verification="match", scheduler="auto", copy="auto", loop_gate="auto"),
+        SpeculationConfig(verification="match", scheduler="algorithm1"),
         SpeculationConfig(verification="match", num_draft_tokens=0),
     ):
         requests = mixed(prompts(6, seed=3))
