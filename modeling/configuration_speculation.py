@@ -6,6 +6,7 @@ from numbers import Integral, Real
 
 VERIFICATIONS = ("ratio", "block", "match")
 ENGINES = ("own", "stock")
+SCHEDULERS = (None, "auto", "algorithm1")
 TREES = (None, "ddtree", "dartree", "eagle2", "jetspec", "auto")
 
 
@@ -47,8 +48,8 @@ class SpeculationConfig:
         loop_gate (`float` or `"auto"`, *optional*): DLoop. Draft another stage while the latest stage's summed
             log-probability is at least this. `"auto"` uses the measured break-even point. `None` drafts one stage.
         max_draft_stages (`int`, defaults to 8): upper bound on stages per round when `loop_gate` is set.
-        scheduler (`str`, *optional*): `"auto"` verifies only as many drafts as pay on this machine. `None` verifies
-            all.
+        scheduler (`str`, *optional*): `"auto"` verifies only as many drafts as pay on this machine, `"algorithm1"`
+            those that DSpark's Algorithm 1 admits by measured costs (arXiv 2607.05147). `None` verifies all.
         copy (`int` or `"auto"`, *optional*): draft what followed the longest earlier match of the text's last tokens, instead of
             asking the drafter: up to `copy` tokens wherever two tokens or more match, or, `"auto"`, where it is expected to gain
             more tokens per second. `None` never copies.
@@ -98,7 +99,7 @@ class SpeculationConfig:
         for name, value, allowed in (
             ("verification", self.verification, VERIFICATIONS),
             ("engine", self.engine, ENGINES),
-            ("scheduler", self.scheduler, (None, "auto")),
+            ("scheduler", self.scheduler, SCHEDULERS),
             ("tree", self.tree, TREES),
         ):
             if value not in allowed:
@@ -111,7 +112,7 @@ class SpeculationConfig:
     @property
     def measures(self) -> bool:
         """Whether anything is decided from measured costs."""
-        return self.tree is not None or "auto" in (self.scheduler, self.loop_gate, self.copy)
+        return self.tree is not None or self.scheduler is not None or "auto" in (self.loop_gate, self.copy)
 
     def to_dict(self) -> dict:
         """What is stored with a drafter: every knob but those that belong to a call, the seed and `trust_target`."""

@@ -60,7 +60,7 @@ def generate(
     verification: str = typer.Option(None, help="ratio, block or match; all are exact."),
     loop_gate: str = typer.Option(None, help="Draft another stage from this log-probability on, e.g. -0.5, or 'auto'."),
     max_draft_stages: int = typer.Option(None, min=1, help="Most stages a round, with --loop-gate."),
-    scheduler: str = typer.Option(None, help="'auto' verifies as many drafts as pay on this machine."),
+    scheduler: str = typer.Option(None, help="auto or algorithm1: verify as many drafts as pay on this machine."),
     engine: str = typer.Option(None, help="own, or stock for transformers' assisted loop."),
     chat: bool = typer.Option(True, help="Render the prompt with the tokenizer's chat template."),
     thinking: bool = typer.Option(None, help="Passed to the chat template; its own default if neither is given."),

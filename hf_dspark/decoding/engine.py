@@ -302,6 +302,13 @@ class SpeculativeEngine:
                 f"A prompt of {prompt} tokens with a budget of {budget} needs {work.size} tokens of cache, and "
                 f"max_tokens={self.max_tokens}: set a smaller max_new_tokens, or a larger max_tokens for the engine."
             )
+        for limit in self._loop.target.limits:
+            if work.size - 1 > limit.at:
+                raise ValueError(
+                    f"A prompt of {prompt} tokens with a budget of {budget} runs past {limit.at} tokens, from where on this "
+                    f"target computes a forward by the longest text in it ({limit.cause}), and rows of an engine share theirs: "
+                    "stay within, or generate this prompt alone."
+                )
         places = self._loop.target.places
         if places is not None and work.size - 1 > places:
             raise ValueError(

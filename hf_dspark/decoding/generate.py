@@ -318,13 +318,11 @@ def _run(target, drafter, tap, speculation, input_ids, mask, processors, criteri
     given = model_kwargs.get("cache", model_kwargs.get("past_key_values"))
     keep_cache = bool(config.return_dict_in_generate) or given is not None
     observer, policy = _LISTENING.get()
-    if policy is None and (speculation.measures):
+    if policy is None and speculation.measures:
         policy = policy_for(drafter, target, speculation)
     loop = DecodeLoop(model, drafter, speculation, policy, observer, config.prefill_chunk_size, keep_cache)
-    past, cache = [0] * len(requests), None
-    if given is not None:
-        cache = from_user_cache(model.config, given, mask.bool())
-        past = cache.lengths.tolist()
+    cache = None if given is None else from_user_cache(model.config, given, mask.bool())
+    past = [0] * len(requests) if cache is None else cache.lengths.tolist()
     _check_lengths(target, past, requests, config.prefill_chunk_size)
     loop.admit(requests, lambda: cache)
     new: list[list[int]] = [[] for _ in requests]

@@ -181,7 +181,8 @@ class DecodeLoop:
         self.target.restart(batch.ids, batch.cache, batch.lengths)
         tree = None if draft.parents is None else ancestors(draft.parents[:, : width - 1])
         widths, flags = [1 + n for n in verified], batch.rows[0].outputs.flags
-        out = self.target.forward(fed, batch.cache, ends, widths=None if flags else widths, tree=tree, **flags)
+        out = self.target.forward(fed, batch.cache, ends, tree=tree, widths=None if flags else widths, **flags)
+        fed_each = self.target.fed / len(batch.rows)
         commits, new, judged = self._commit(batch, context.sampling, draft, verified, out.logits.to(batch.device), clock)
         batch.rows[0].outputs.add_states(out, len(commits[0].tokens), int(batch.cache.lengths[0]))
         clock.lap()
@@ -198,7 +199,7 @@ class DecodeLoop:
         seconds = Seconds(draft=propose + observe, verify=verify, overhead=commit + retire)
         self.seconds.add(seconds)
         if self.policy is not None:
-            self.policy.observe(draft, verified, judged.accepted, width, seconds.draft, seconds.verify)
+            self.policy.observe(draft, verified, judged.accepted, fed_each, seconds.draft, seconds.verify)
             if copies:
                 self.policy.observe_copies(copies, [c.tokens for c in commits])
         if self.observer is not None:
@@ -208,17 +209,20 @@ class DecodeLoop:
     def _draft(self, batch: Batch, context: Context) -> tuple[Draft, list[int], list]:
         """What the round proposes, how much of it is verified, and what the rows could have copied."""
         if self.policy is not None:
-            self.policy.begin(len(batch.rows), sum(context.lengths) / len(batch.rows))
-        scheduled, room = self.speculation.scheduler is not None, context.room
+            context_length = sum(context.lengths) / len(batch.rows)
+            self.policy.begin(len(batch.rows), context_length, len(batch.rows) > 1 and self.target.packs)
+        scheduler, room = self.speculation.scheduler, context.room
         copies = self._offers(batch, room)
         if self.tree is not None and (self.speculation.tree != "auto" or self.policy.use_tree()):
             draft = self._draft_trees(batch, context, copies)
             return draft, draft.lengths, copies
-        lengths, planned = self._choose(copies, len(room), scheduled)
+        lengths, planned = self._choose(copies, len(room), scheduler == "auto")
         if planned < batch.proposer.block or any(lengths):
             context.room = [0 if n else min(most, planned) for n, most in zip(lengths, room)]
         draft = with_copies(batch.proposer.propose(context), copies, lengths, room)
-        return draft, self.policy.prune(draft) if scheduled else draft.lengths, copies
+        if scheduler is None:
+            return draft, draft.lengths, copies
+        return draft, self.policy.prune(draft) if scheduler == "auto" else self.policy.allot(draft), copies
 
     def _draft_trees(self, batch: Batch, context: Context, copies: list) -> Draft:
         """A tree per row, with what the row could copy as a branch; its size by the policy where none was set."""

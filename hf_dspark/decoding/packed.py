@@ -1,4 +1,4 @@
-"""Rows of different widths as one flat sequence: linear layers cost the tokens sent, only attention sees rows (DSpark, section 5.3).
+"""Rows of different widths as one flat sequence: linear layers cost the tokens sent, as in DSpark (section 5.3).
 
 The target gets ids [1, N]. Its attention finds keys and values of all rows in our cache, lays the flat queries out per row, and
 calls the target's own kernel with the masks of the padded path. Where that doesn't give the padded path's logits, at a target's

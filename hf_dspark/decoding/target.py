@@ -129,6 +129,19 @@ class Target:
         self.fed = 0
         self.restarts = [limit.at + 1 for limit in self.limits if recomputes(model, limit)]
 
+    @cached_property
+    def places(self) -> int | None:
+        """Positions that a target with learned position embeddings has; None where positions are computed."""
+        limit, words = getattr(self.config, "max_position_embeddings", None) or 0, self.model.get_input_embeddings()
+        tables = [m for m in self.model.get_decoder().modules() if isinstance(m, torch.nn.Embedding) and m is not words]
+        sizes = [m.num_embeddings for m in tables if limit <= m.num_embeddings <= limit + 8]  # a few have an offset
+        return limit if sizes else None
+
+    @property
+    def packs(self) -> bool:
+        """Whether rows of different widths cost the tokens sent; False while that isn't known."""
+        return bool(packed_path.agrees(self.model))
+
     def draft_room(self, length: int) -> float:
         """Most drafts that can be verified exactly behind `length` committed tokens of a row."""
         return draft_room(self.limits, length)
@@ -143,14 +156,6 @@ class Target:
             self.forward(ids[:, : lengths[0]], cache, lengths, torch.tensor([lengths[0] - 1], device=self.device))
             cache.lengths = torch.tensor(lengths) - 1
 
-    @cached_property
-    def places(self) -> int | None:
-        """Positions that a target with learned position embeddings has; None where positions are computed."""
-        limit, words = getattr(self.config, "max_position_embeddings", None) or 0, self.model.get_input_embeddings()
-        tables = [m for m in self.model.get_decoder().modules() if isinstance(m, torch.nn.Embedding) and m is not words]
-        sizes = [m.num_embeddings for m in tables if limit <= m.num_embeddings <= limit + 8]  # a few have an offset
-        return limit if sizes else None
-
     def room(self, n: int) -> float:
         """Drafts that fit behind `n` tokens before the target's last position; unlimited where the text is past it already."""
         limit = getattr(self.config, "max_position_embeddings", None) or 0
@@ -164,57 +169,58 @@ class Target:
     def new_cache(self, rows: int) -> TargetCache:
         return TargetCache(self.config, rows)
 
-    def forward(self, ids: torch.Tensor, cache: TargetCache, ends, keep=0, widths: list[int] | None = None, tree=None, **outputs):
+    def forward(self, ids: torch.Tensor, cache: TargetCache, ends, keep=0, tree=None, widths=None, **outputs):
         """One forward over `ids` [A, T] at each row's next slots; the cache counts nothing until `advance`.
 
         `ends` [A]: where each row's real tokens end; what lies behind is filling, and learned positions may not reach so far.
-        `keep`: positions [n] whose logits are wanted, or 0 for all. `widths` [A]: of each row, the tokens that matter; the
-        others' logits and features are of no use. `tree` bool [A, T, T]: which of the tokens each one sees, where they aren't a
-        chain; see [`ancestors`]. `outputs`: flags such as `output_attentions`.
+        `keep`: positions [n] whose logits are wanted, or 0 for all. `tree` bool [A, T, T]: which of the tokens each one sees,
+        where they aren't a chain; see [`ancestors`]. `widths` [A]: of each row, the tokens that matter; the others' logits and
+        features are of no use. `outputs`: flags such as `output_attentions`.
         Returns the model's output, with logits [A, n or T, V], and leaves the features in `self.tap`; `self.fed` tokens were
         computed.
         """
         layout, agrees, packed = None, False, None
-        if widths is not None and tree is None and sum(widths) < ids.numel():
+        if widths is not None and sum(widths) < ids.numel():
             layout, agrees = Layout(widths), packed_path.agrees(self.model)
         if agrees:
-            return self._packed(ids, cache, ends, layout)
+            return self._packed(ids, cache, ends, tree, layout)
         if agrees is None:
             with suppress(Exception):
-                packed = self._packed(ids, cache, ends, layout).logits
+                packed = self._packed(ids, cache, ends, tree, layout).logits
         out = self._padded(ids, cache, ends, keep, tree, **outputs)
         if agrees is None:
             packed_path.compare(self.model, layout, out.logits, packed)
         return out
 
     def _padded(self, ids, cache, ends, keep, tree, **outputs):
-        slots, last = self._place(ids, cache), torch.as_tensor(ends, device=self.device)[:, None] - 1
-        positions = torch.minimum(self._positions(slots, tree), last)
+        slots, positions = self._place(ids, cache, ends, tree)
         masks = attention_masks(self.model, self.config, slots, self.device, tree)
         out = self._call(cache, ids, positions, masks, keep, outputs)
         if not self.keeps_logits and not isinstance(keep, int):
             out.logits = out.logits[:, keep]
         return out
 
-    def _packed(self, ids, cache, ends, layout: Layout):
-        slots, self.tap.layout = self._place(ids, cache), layout
-        cache.fill.layout, self.fed = layout, layout.total
-        masks = attention_masks(self.model, self.config, slots, self.device, always=True)
+    def _packed(self, ids, cache, ends, tree, layout: Layout):
+        slots, positions = self._place(ids, cache, ends, tree, layout)
+        masks = attention_masks(self.model, self.config, slots, self.device, tree, always=True)
         with packed_path.packing(self.config, layout):
-            out = self._call(cache, layout.flat(ids), layout.flat(slots.index(ids.device)), masks, 0, {})
+            out = self._call(cache, layout.flat(ids), layout.flat(positions), masks, 0, {})
         out.logits = layout.rows(out.logits)
         return out
 
-    def _place(self, ids, cache: TargetCache):
-        self.fed = ids.numel()
+    def _place(self, ids, cache: TargetCache, ends, tree, layout: Layout | None = None):
+        """The slots of the tokens `ids`, and their positions [A, T]."""
+        slots = cache.place(ids.shape[1])
+        cache.fill.layout, self.fed = layout, ids.numel() if layout is None else layout.total
         if self.tap is not None:
-            self.tap.shape, self.tap.layout = tuple(ids.shape), None
-        return cache.place(ids.shape[1])
+            self.tap.shape, self.tap.layout = tuple(ids.shape), layout
+        last = torch.as_tensor(ends, device=self.device)[:, None] - 1
+        return slots, torch.minimum(self._positions(slots, tree), last)
 
     def _call(self, cache: TargetCache, ids, positions, masks, keep, outputs: dict):
         inputs = {
             "input_ids": ids.to(self.device),
-            "position_ids": positions.to(self.device),
+            "position_ids": positions,
             "attention_mask": masks,
             self.cache_name: cache,
             "use_cache": True,

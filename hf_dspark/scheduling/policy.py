@@ -4,7 +4,6 @@ Decisions use past rounds, measured seconds, and confidences of earlier drafts o
 on timings, so under `ratio` and `block` the tokens (not their distribution) differ from run to run.
 """
 
-import math
 from collections import Counter, deque
 from statistics import median
 
@@ -15,7 +14,7 @@ from .copying import CopyExpectation
 from .correction import Correction
 from .cost import GENERIC, CostTable, LatencyCurve, OnlineCost
 from .gate import OnlineGate
-from .prefix import lookahead
+from .prefix import algorithm1, lookahead
 from .throttle import DraftThrottle
 
 
@@ -73,7 +72,7 @@ class Policy:
         self.recursive, self.confident, self.measuring = recursive, False, False
         self._chances: list[list[float]] | None = None  # corrected chances of this round's drafts
         self.rounds = self.plain_rounds = self.looped_rounds = 0
-        self.rows, self.context = 1, 0.0
+        self.rows, self.context, self.packed = 1, 0.0, False
         self._plain: Counter[int] = Counter()  # plain steps by number of rows
         self._reached, self._accepted = [0.0] * max_stages, [0.0] * max_stages  # by stage: how often, drafts of it accepted
         self._seconds = self._tokens = self._savings = 0.0
@@ -81,9 +80,10 @@ class Policy:
         self._shapes = {"chain": (0.0, 0.0, 0), "tree": (0.0, 0.0, 0)}  # faded tokens and modelled seconds, and rounds
         self._single, self._further = 0, deque(maxlen=32)  # times of later stages, in first ones
 
-    def begin(self, rows: int, context: float) -> None:
-        """A round of `rows` active rows with `context` tokens on average."""
-        self.rows, self.context, self._chances = rows, context, None
+    def begin(self, rows: int, context: float, packed: bool = False) -> None:
+        """A round of `rows` active rows with `context` tokens on average; `packed`: its forward costs the tokens sent, and not
+        the longest row's for every row."""
+        self.rows, self.context, self.packed, self._chances = rows, context, packed, None
         self.rounds += 1
 
     # ------------------------------------------------------------------ decisions
@@ -138,53 +138,48 @@ class Policy:
         past = (past + past[-1:] * draft.tokens.shape[1])[: -(-draft.tokens.shape[1] // self.block) * self.block]
         self._chances = [row[:n] or [0.0] for row, n in zip(chances.tolist(), offered)]  # nothing offered gains nothing
         curve = self.cost.curve(self.rows, self.context, stages=0).isotonic()
-        copied = max((n for n, source in zip(draft.lengths, draft.sources) if source != "drafter"), default=0)
-
-        def latency(tokens):  # the forward is as wide as its longest row
-            return curve(self.rows * max(tokens / len(mine), 1 + copied))
-
         rate, room = self.throttle.rate(self.rows, self.context), [draft.room[i] for i in mine]
-        length = lookahead(chances, past, latency, rate, torch.tensor(offered), room, self.block)
-        pruned = list(draft.lengths)
-        for i in mine:
-            pruned[i] = min(pruned[i], length)
-        return pruned
+        if self.packed:
+            chosen = self._per_row(chances, past, curve, rate, offered, room)
+        else:
+            latency = self._padded_latency(draft, curve, mine)
+            length = lookahead(chances, past, latency, rate, torch.tensor(offered), room, self.block)
+            chosen = [length] * len(mine)
+        return _pruned(draft, mine, chosen)
 
-    def tree_size(self, trees: list) -> int:
-        """Nodes of each row's tree worth verifying, from the drafter's own probabilities of the paths, corrected by how many were
-        accepted before. With children drawn from laws it is asked before they are drawn."""
-        chances = [sorted(tree.scores.exp().tolist(), reverse=True) for tree in trees]
-        curve = self.cost.curve(self.rows, self.context, stages=0).isotonic()
-        draft, tokens = self.cost.draft_seconds(self.rows, self.context, self.block), float(self.rows)
-        best, size = tokens / (draft + curve(self.rows)), 0
-        for m in range(max(map(len, chances), default=0)):
-            tokens += self.tree_worth() * sum(row[m] for row in chances if m < len(row))
-            rate = tokens / (draft + curve(self.rows * (2 + m)))
-            if rate > best:
-                best, size = rate, m + 1
-        return size
+    def _per_row(self, chances, past, curve, rate, offered: list[int], room: list[int]) -> list[int]:
+        """Each row's own length. What the other rows will send is expected from earlier rounds: their drafts of this one must not
+        depend on each other's order."""
+        others, chosen = (self.rows - 1) * (1 + sum(self.throttle.history.survival())), []
+        for j, (n, most) in enumerate(zip(offered, room)):
+            one = chances[j : j + 1], past, lambda tokens: curve(others + tokens), rate
+            chosen.append(lookahead(*one, torch.tensor([n]), [most], self.block))
+        return chosen
 
-    def tree_worth(self) -> float:
-        """Accepted drafts of trees over those expected, 1 before any tree."""
-        return (self._tree_accepted + 2.0) / (self._tree_expected + 2.0)
+    def _padded_latency(self, draft, curve, mine: list[int]):
+        """Seconds by the tokens of the rows `mine`, in a forward as wide as its longest row, copies included."""
+        copied = max((n for n, source in zip(draft.lengths, draft.sources) if source != "drafter"), default=0)
+        return lambda tokens: curve(self.rows * max(tokens / len(mine), 1 + copied))
 
-    def use_tree(self) -> bool:
-        """Whether the coming round is a tree and not a chain: what gave more tokens per second, and now and then the other."""
-        rates = {shape: tokens / seconds if seconds else math.inf for shape, (tokens, seconds, _) in self._shapes.items()}
-        counts = {shape: count for shape, (_, _, count) in self._shapes.items()}
-        fewest = min(counts, key=counts.get)
-        if counts[fewest] < 4 or self.rounds % 64 == 0:
-            return fewest == "tree"
-        return rates["tree"] > rates["chain"]
-
-    def _observe_shape(self, draft, accepted: list[int], seconds: float) -> None:
-        tree = draft.parents is not None
-        if tree:
-            self._tree_accepted = self.FADE * self._tree_accepted + sum(accepted)
-            self._tree_expected = self.FADE * self._tree_expected + sum(draft.expected)
-        shape = "tree" if tree else "chain"
-        tokens, time, count = self._shapes[shape]
-        self._shapes[shape] = 0.95 * tokens + sum(accepted) + len(accepted), 0.95 * time + seconds, count + 1
+    def allot(self, draft) -> list[int]:
+        """Drafts to verify of each row, [A], by DSpark's Algorithm 1 (arXiv 2607.05147) over the confidences as they are; without
+        a confidence head, over what became of earlier drafts. Copies stay."""
+        mine = _drafted(draft)
+        if not mine:
+            return draft.lengths
+        offered, width = [draft.lengths[i] for i in mine], draft.tokens.shape[1]
+        if draft.confidence is None:
+            past = self.throttle.history.conditional()
+            chances = torch.tensor([(past + past[-1:] * width)[:width]] * len(mine))
+        else:
+            chances = draft.confidence[mine].sigmoid()
+            self._chances = [row[:n] or [0.0] for row, n in zip(chances.tolist(), offered)]
+        curve = self.cost.curve(self.rows, self.context, drafts=self.block).isotonic()
+        latency = self._padded_latency(draft, curve, mine)
+        if self.packed:
+            others = sum(1 + n for n, source in zip(draft.lengths, draft.sources) if source != "drafter")
+            latency = lambda tokens: curve(others + tokens)  # noqa: E731
+        return _pruned(draft, mine, algorithm1(chances, latency, torch.tensor(offered), padded=not self.packed).tolist())
 
     def another_stage(self, scores: list[list[float]]) -> bool:
         """Whether rows with these stage `scores` [R][S] draft one more, see [`AutoGate`].
@@ -241,8 +236,8 @@ class Policy:
 
     # ------------------------------------------------------------------ measurements
 
-    def observe(self, draft, verified: list[int], accepted: list[int], fed: int, draft_seconds, verify_seconds) -> None:
-        """Learn from a round: `verified`, `accepted` [A] drafts; the target was fed `fed` tokens per row."""
+    def observe(self, draft, verified: list[int], accepted: list[int], fed: float, draft_seconds, verify_seconds) -> None:
+        """Learn from a round: `verified`, `accepted` [A] drafts; the target was fed `fed` tokens per row on average."""
         self.cost.record_verify(verify_seconds, self.rows * fed, self.rows, self.context)
         mine, stages = _drafted(draft), max(draft.stages, default=1)
         drafted = draft.parents is not None or bool(mine)
@@ -329,6 +324,14 @@ def stage_scores(draft, block: int) -> torch.Tensor | None:
     """Summed log-probability [A, S] of every whole stage, None without one."""
     whole = draft.log_q.shape[1] // block if block else 0
     return draft.log_q[:, : whole * block].unflatten(1, (whole, block)).sum(-1) if whole else None
+
+
+def _pruned(draft, rows: list[int], chosen: list[int]) -> list[int]:
+    """The draft's lengths, those of `rows` cut to what was `chosen`."""
+    lengths = list(draft.lengths)
+    for i, n in zip(rows, chosen, strict=True):
+        lengths[i] = min(lengths[i], n)
+    return lengths
 
 
 def _drafted(draft) -> list[int]:

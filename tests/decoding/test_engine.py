@@ -119,6 +119,7 @@ def test_other_knobs_decide_per_row_too(target):
         SpeculationConfig(verification="match", loop_gate=-9.0, max_draft_stages=3),
         SpeculationConfig(verification="match", copy=5),
         SpeculationConfig(verification="match", scheduler="auto", copy="auto", loop_gate="auto"),
+        SpeculationConfig(verification="match", scheduler="algorithm1"),
         SpeculationConfig(verification="match", num_draft_tokens=0),
     ):
         requests = mixed(prompts(6, seed=3))
@@ -371,6 +372,14 @@ def test_positions_that_a_target_has_not_learned_are_refused():
     assert full.tokens == alone(
         target, engine.drafter, EngineRequest(input_ids=[5] * 250, options=dict(max_new_tokens=7)), SpeculationConfig()
     )
+
+
+def test_rows_do_not_reach_over_a_length_that_changes_the_forward():
+    rope = dict(rope_type="dynamic", factor=2.0, rope_theta=10000.0)
+    target = tiny.make_target(**tiny.TARGETS["llama"][2], rope_parameters=rope)
+    engine = SpeculativeEngine(target, tiny.make_drafter(target))
+    over, within = engine.generate([EngineRequest(input_ids=[5] * n, options=dict(max_new_tokens=7)) for n in (251, 250)])
+    assert "dynamic NTK" in str(over.error) and len(within.tokens) == 7
 
 
 @pytest.mark.parametrize(
