@@ -1,4 +1,4 @@
-"""Run by hand: `OMP_NUM_THREADS=1 PYTHONPATH=. python tests/copies_replay.py ANSWERS.jsonl DRAFTER`. What copies are worth along known answers.
+"""What copies are worth along known answers. Run by hand: `PYTHONPATH=. python tests/copies_replay.py ANSWERS.jsonl DRAFTER`.
 
 Greedy answers of SmolLM2-135M-Instruct (`input_ids`, `prompt_len`, `temperature`, one object a line) are decoded again by the
 policy, with the drafter's real drafts at every place and with the copies that the text offers there; time is counted in
@@ -37,7 +37,8 @@ def drafts_along(target, drafter, ids: list[int], start: int) -> dict[int, tuple
         count, width = len(places), int(places[-1]) - 1
         cache = drafter.new_cache(torch.zeros(count, dtype=torch.long))
         valid = torch.arange(width) < (places - 1)[:, None]
-        seed = drafter.extend(cache, features[:, :width].expand(count, -1, -1), tokens[:, 1 : width + 1].expand(count, -1), valid)
+        following = tokens[:, 1 : width + 1].expand(count, -1)
+        seed = drafter.extend(cache, features[:, :width].expand(count, -1, -1), following, valid)
         prev = tokens[0, places - 1]
         state, drafted, sure = drafter.start(cache, prev, seed, None, K), [], torch.zeros(count)
         for _ in range(K):
@@ -85,7 +86,8 @@ class Replay:
                 behind = rest[3 : a + 1]
                 judged = min(len(self.asked.tokens), len(behind))
                 self.behind.observe(self.asked.match, judged, right(self.asked.tokens[:judged], behind))
-            self.rounds, self.tokens, self.seconds = self.rounds + 1, self.tokens + len(rest[: a + 1]), self.seconds + sum(spent)
+            self.rounds, self.tokens = self.rounds + 1, self.tokens + len(rest[: a + 1])
+            self.seconds += sum(spent)
             self.longer, self.gained = self.longer + bool(extra), self.gained + max(0, a - len(offered)) * bool(extra)
             index.extend(rest[: a + 1])
             n += a + 1

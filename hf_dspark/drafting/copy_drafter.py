@@ -10,6 +10,15 @@ from hf_dspark.modeling.draft_cache import DraftCache
 from .copying import CopyMemory
 
 
+class TheTargets:
+    """Stands for a value of the target's config: copies are tokens of the target, so pipelines find what they compare equal."""
+
+    def __eq__(self, other) -> bool:
+        return True
+
+    __hash__ = object.__hash__
+
+
 class CopyDrafter:
     """A drafter that copies: `target.generate(**inputs, assistant_model=CopyDrafter())`.
 
@@ -19,8 +28,8 @@ class CopyDrafter:
     Args:
         memory ([`CopyMemory`], *optional*): texts of other calls and documents of your own to copy from, too.
         speculation ([`SpeculationConfig`], *optional*): default knobs of its calls. By default `copy="auto"`: copies are
-            verified where they are expected to gain time; and `verification="match"`, which accepts a copy as often as the others
-            would, and makes the tokens of a `seed` independent of what is copied.
+            verified where they are expected to gain time; and `verification="match"`, which accepts a copy as often as the
+            others would, and makes the tokens of a `seed` independent of what is copied.
 
     Raises:
         ValueError: `speculation` without `copy`, which leaves nothing to draft.
@@ -39,7 +48,7 @@ class CopyDrafter:
         self.copy_memory = memory
         self.last_speculation = None
         self.device = torch.device("cpu")
-        self.config = SimpleNamespace(
+        self.config = config = SimpleNamespace(
             model_type="copy",
             name_or_path="copy",
             max_block=0,
@@ -53,7 +62,9 @@ class CopyDrafter:
             enable_thinking=None,
             template_hash=None,
             is_encoder_decoder=False,
+            **{name: TheTargets() for name in ("vocab_size", "eos_token_id", "pad_token_id", "bos_token_id")},
         )
+        config.get_text_config = lambda: config
 
     def __repr__(self) -> str:
         memory = "" if self.copy_memory is None else f"memory of {len(self.copy_memory)} tokens"

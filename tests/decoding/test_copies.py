@@ -185,6 +185,14 @@ def test_a_streamer_gets_every_token_of_a_copy(llama):
     assert "".join(streamer) == Words().decode(llama.new[0])
 
 
+def test_what_a_row_has_written_is_copied_from(llama):
+    """Its text ends in one token again and again, which its prompt lacks."""
+    drafter = CopyDrafter(speculation=SpeculationConfig(copy=4))
+    out = llama.target.generate(llama.prompts[3][None], assistant_model=drafter, max_new_tokens=tiny.NEW, do_sample=False)
+    assert out[0].tolist() == llama.texts[3]
+    assert counts(drafter.last_speculation, "copy")[0] > 0
+
+
 def test_a_cache_is_continued_and_the_whole_text_is_copied_from(llama):
     prompt, drafter = llama.prompts[0][None], loud(llama.texts[0])
     call = dict(assistant_model=drafter, do_sample=False, return_dict_in_generate=True)
@@ -346,7 +354,8 @@ def test_copied_rounds_teach_the_drafters_history_confidence_gate_and_times_noth
 
 def test_statistics_of_single_drafts_leave_copies_out_and_sources_are_told_apart():
     stats = SpeculationStats.empty(1)
-    for emitted, verified, accepted, source in ((2, 3, 1, "drafter"), (1, 3, 0, "drafter"), (5, 4, 4, "copy"), (1, 0, 0, "none")):
+    rounds = (2, 3, 1, "drafter"), (1, 3, 0, "drafter"), (5, 4, 4, "copy"), (1, 0, 0, "none")
+    for emitted, verified, accepted, source in rounds:
         stats.add(0, emitted, verified, accepted, 1, source)
     assert stats.conditional_acceptance[:2] == [0.5, 0.0]
     assert stats.by_source["copy"] == {"rounds": 1, "emitted": 5, "verified": 4, "accepted": 4}
