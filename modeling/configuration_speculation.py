@@ -87,6 +87,12 @@ class SpeculationConfig:
             raise ValueError(f"copy={self.copy!r} is no number of tokens: set 'auto', at least 1, or None for no copies.")
         if self.tree_budget is not None and (type(self.tree_budget) is not int or self.tree_budget < 1):
             raise ValueError(f"tree_budget={self.tree_budget!r} is no number of nodes: set at least 1, or None.")
+        if self.tree_budget is not None and self.tree is None:
+            raise ValueError(f"tree_budget={self.tree_budget} was set without a tree: set tree, for example tree='auto'.")
+        if self.tree is not None and self.engine == "stock":
+            raise ValueError(
+                f"tree={self.tree!r} was set with engine='stock', whose loop verifies chains only: set engine='own' or tree=None."
+            )
         if self.tree is not None and self.verification == "block":
             raise ValueError("verification='block' judges chains only: set verification='ratio' or 'match' with a tree.")
         if self.max_draft_stages < 1:
