@@ -107,6 +107,12 @@ class SpeculationConfig:
                 raise ValueError(f"{name}={value!r} is unknown: set one of {allowed}.")
         if self.copy not in (None, "auto"):
             _check_whole("copy", self.copy, 1, "'auto', a number of tokens, or None for no copies")
+        if self.tree_budget is not None and self.tree is None:
+            raise ValueError(f"tree_budget={self.tree_budget} was set without a tree: set tree, for example tree='auto'.")
+        if self.tree is not None and self.engine == "stock":
+            raise ValueError(
+                f"tree={self.tree!r} was set with engine='stock', whose loop verifies chains only: set engine='own' or tree=None."
+            )
         if self.tree is not None and self.verification == "block":
             raise ValueError("verification='block' judges chains only: set verification='ratio' or 'match' with a tree.")
 

@@ -7,6 +7,7 @@ from contextvars import ContextVar
 import torch
 from transformers.generation import GenerationMode
 
+from hf_dspark.drafting.tree_drafts import check_trees
 from hf_dspark.modeling import SpeculationConfig
 from hf_dspark.verification.commit import check_criteria, own_criteria
 from hf_dspark.verification.probabilities import DEFAULTS, Scorer
@@ -106,6 +107,7 @@ def check_call(target, drafter, mode, config, kwargs) -> None:
             f"confidence_threshold={speculation.confidence_threshold} was set, and this drafter predicts no confidence "
             "(confidence_head=False, no survival_model): set confidence_threshold=0, or use a drafter with the head."
         )
+    check_trees(target, drafter, speculation)
     check_forward(target, speculation.trust_target)
     if speculation.engine == "own":  # our loop allocates its own cache: keep generate from making one to throw away
         config.cache_implementation, config.use_cache = None, False

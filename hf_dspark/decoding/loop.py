@@ -10,7 +10,7 @@ from transformers.utils import logging
 from hf_dspark.drafting.copies import LONGEST, offers, shortest_match, with_copies
 from hf_dspark.drafting.draft import Draft
 from hf_dspark.drafting.proposer import Context, Proposer
-from hf_dspark.drafting.tree_drafts import branch, kind_of, propose_trees
+from hf_dspark.drafting.tree_drafts import branch, kind_of, propose_trees, tree_notes
 from hf_dspark.modeling import SpeculationConfig
 from hf_dspark.scheduling.headless import survival_estimate
 from hf_dspark.scheduling.policy import AutoGate, StaticGate
@@ -118,7 +118,8 @@ class DecodeLoop:
 
     def notes(self) -> list[str]:
         """What was asked of the drafter that it can't give, and what the policy decided."""
-        return self.batch.proposer.notes() + ([] if self.policy is None else [self.policy.note()])
+        found = self.batch.proposer.notes() + tree_notes(self.drafter, self.speculation)
+        return found + ([] if self.policy is None else [self.policy.note()])
 
     def final_cache(self) -> TargetCache:
         """The ended rows' caches in the order of their keys, the drafter's carried along. Needs `keep_cache`."""

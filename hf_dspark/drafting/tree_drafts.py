@@ -35,16 +35,50 @@ def kind_of(drafter, wanted: str) -> str:
     """The tree to build with `drafter`: what is `wanted`, or, for "auto", what suits its kind.
 
     Raises:
-        ValueError: a tree that another kind of drafter makes.
+        ValueError: a tree that another kind of drafter makes, or none.
     """
+    name = type(drafter).__name__
+    if drafter.config.max_block < 1:
+        raise ValueError(f"tree={wanted!r} was set, and a {name} only copies, one chain at a time: set tree=None.")
     if wanted == "auto":
         causal = getattr(drafter, "correction", None) is not None
         return "eagle2" if drafter.config.recursive else "dartree" if causal else "ddtree"
     able = KINDS[drafter.config.recursive]
-    if drafter.config.max_block < 1 or wanted not in able:
+    if wanted not in able:
         what = "drafts token by token" if drafter.config.recursive else "drafts a block at once"
-        raise ValueError(f"tree={wanted!r} was set, and a {type(drafter).__name__} {what}: set tree to one of {able}, or 'auto'.")
+        raise ValueError(f"tree={wanted!r} was set, and a {name} {what}: set tree to one of {able}, or 'auto'.")
     return wanted
+
+
+def check_trees(target, drafter, speculation) -> None:
+    """Refuse a tree that the drafter can't draft or the target can't verify, before any work.
+
+    Raises:
+        ValueError: naming what to set instead.
+    """
+    if speculation.tree is None:
+        return
+    kind_of(drafter, speculation.tree)
+    kernel = target.config._attn_implementation
+    if kernel not in ("sdpa", "eager"):
+        raise ValueError(
+            f"tree={speculation.tree!r} was set, and attn_implementation={kernel!r} takes no mask per token, which branches need: "
+            "load the target with attn_implementation='sdpa', or set tree=None."
+        )
+
+
+def tree_notes(drafter, speculation) -> list[str]:
+    """Knobs that trees don't heed."""
+    if speculation.tree is None:
+        return []
+    notes, kind = [], kind_of(drafter, speculation.tree)
+    if kind == "eagle2" and speculation.loop_gate is not None:
+        notes.append(f"loop_gate={speculation.loop_gate} was set, and trees of kind eagle2 are never looped: one stage was drafted.")
+    unheeded = {"confidence_threshold": speculation.confidence_threshold > 0}
+    unheeded["scheduler"] = speculation.scheduler is not None and speculation.tree_budget is not None
+    for name in (name for name, given in unheeded.items() if given):
+        notes.append(f"{name}={getattr(speculation, name)!r} was set, and trees are verified whole: set tree_budget=None to let costs decide.")
+    return notes
 
 
 @torch.no_grad()
