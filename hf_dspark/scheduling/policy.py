@@ -183,6 +183,42 @@ class Policy:
             latency = lambda tokens: curve(others + tokens)  # noqa: E731
         return _pruned(draft, mine, algorithm1(chances, latency, torch.tensor(offered), padded=not self.packed).tolist())
 
+    def tree_size(self, trees: list) -> int:
+        """Nodes of each row's tree worth verifying, from the drafter's own probabilities of the paths, corrected by how many were
+        accepted before. With children drawn from laws it is asked before they are drawn."""
+        chances = [sorted(tree.scores.exp().tolist(), reverse=True) for tree in trees]
+        curve = self.cost.curve(self.rows, self.context, stages=0).isotonic()
+        draft, tokens = self.cost.draft_seconds(self.rows, self.context, self.block), float(self.rows)
+        best, size = tokens / (draft + curve(self.rows)), 0
+        for m in range(max(map(len, chances), default=0)):
+            tokens += self.tree_worth() * sum(row[m] for row in chances if m < len(row))
+            rate = tokens / (draft + curve(self.rows * (2 + m)))
+            if rate > best:
+                best, size = rate, m + 1
+        return size
+
+    def tree_worth(self) -> float:
+        """Accepted drafts of trees over those expected, 1 before any tree."""
+        return (self._tree_accepted + 2.0) / (self._tree_expected + 2.0)
+
+    def use_tree(self) -> bool:
+        """Whether the coming round is a tree and not a chain: what gave more tokens per second, and now and then the other."""
+        rates = {shape: tokens / seconds if seconds else math.inf for shape, (tokens, seconds, _) in self._shapes.items()}
+        counts = {shape: count for shape, (_, _, count) in self._shapes.items()}
+        fewest = min(counts, key=counts.get)
+        if counts[fewest] < 4 or self.rounds % 64 == 0:
+            return fewest == "tree"
+        return rates["tree"] > rates["chain"]
+
+    def _observe_shape(self, draft, accepted: list[int], seconds: float) -> None:
+        tree = draft.parents is not None
+        if tree:
+            self._tree_accepted = self.FADE * self._tree_accepted + sum(accepted)
+            self._tree_expected = self.FADE * self._tree_expected + sum(draft.expected)
+        shape = "tree" if tree else "chain"
+        tokens, time, count = self._shapes[shape]
+        self._shapes[shape] = 0.95 * tokens + sum(accepted) + len(accepted), 0.95 * time + seconds, count + 1
+
     def another_stage(self, scores: list[list[float]]) -> bool:
         """Whether rows with these stage `scores` [R][S] draft one more, see [`AutoGate`].
 
