@@ -50,9 +50,10 @@ class SpeculationConfig:
         max_draft_stages (`int`, defaults to 8): upper bound on stages per round when `loop_gate` is set.
         scheduler (`str`, *optional*): `"auto"` verifies only as many drafts as pay on this machine, `"algorithm1"`
             those that DSpark's Algorithm 1 admits by measured costs (arXiv 2607.05147). `None` verifies all.
-        copy (`int` or `"auto"`, *optional*): draft what followed the longest earlier match of the text's last tokens, instead of
-            asking the drafter: up to `copy` tokens wherever two tokens or more match, or, `"auto"`, where it is expected to gain
-            more tokens per second. `None` never copies.
+        copy (`int` or `"auto"`, *optional*): draft what followed the longest earlier match of the text's last tokens,
+            instead of asking the drafter: up to `copy` tokens wherever two tokens or more match, or, `"auto"`, where it is
+            expected to gain more tokens per second, from one matching token on. `None` never copies. Copies have no confidence, so
+            `confidence_threshold` doesn't cut them.
         tree (`str`, *optional*): verify a tree of drafts instead of a chain: `"ddtree"` (arXiv 2604.12989), `"dartree"` or
             `"jetspec"` (arXiv 2606.18394) with block drafters, `"eagle2"` (arXiv 2406.16858) with recursive ones, `"auto"` a tree or
             a chain, whatever gives more tokens per second. Sampled trees under `"ratio"` have children drawn without replacement.
@@ -106,6 +107,12 @@ class SpeculationConfig:
                 raise ValueError(f"{name}={value!r} is unknown: set one of {allowed}.")
         if self.copy not in (None, "auto"):
             _check_whole("copy", self.copy, 1, "'auto', a number of tokens, or None for no copies")
+        if self.tree_budget is not None and self.tree is None:
+            raise ValueError(f"tree_budget={self.tree_budget} was set without a tree: set tree, for example tree='auto'.")
+        if self.tree is not None and self.engine == "stock":
+            raise ValueError(
+                f"tree={self.tree!r} was set with engine='stock', whose loop verifies chains only: set engine='own' or tree=None."
+            )
         if self.tree is not None and self.verification == "block":
             raise ValueError("verification='block' judges chains only: set verification='ratio' or 'match' with a tree.")
 

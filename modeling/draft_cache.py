@@ -76,6 +76,8 @@ class RaggedBuffer:
 
     def move(self, source: torch.Tensor, first: torch.Tensor) -> None:
         """Let the slots from `first` [B] on hold what is in the slots `source` [B, L] (both on the host)."""
+        if self.keys is None:  # a layer that reads another one's
+            return
         device = self.keys.device
         every = torch.arange(len(source), device=device)[:, None]
         aim = (first[:, None] + torch.arange(source.shape[1])).to(device)

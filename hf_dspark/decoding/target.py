@@ -125,8 +125,8 @@ class Target:
         parameters = inspect.signature(model.forward).parameters
         self.cache_name = "cache" if "cache" in parameters else "past_key_values"
         self.keeps_logits = "logits_to_keep" in parameters
-        self.fed = 0
         self.limits = position_limits(self.config)
+        self.fed = 0
         self.restarts = [limit.at + 1 for limit in self.limits if recomputes(model, limit)]
 
     @cached_property

@@ -124,7 +124,6 @@ class Policy:
         self.measuring |= self.throttle.measuring
         if planned and self.confident and not self.recursive:
             planned = self.block  # a block is paid for as a whole, and confidences tell rounds apart
-        self.plain_rounds += planned == 0
         return planned
 
     def prune(self, draft) -> list[int]:
@@ -283,9 +282,7 @@ class Policy:
         self._observe_shape(draft, accepted, spent + self.cost.verify_seconds(self.rows * fed, self.rows, self.context))
         if draft.parents is not None:
             return self._observe_draft_time(draft_seconds, stages, self.block)
-        for source, match, n, a in zip(draft.sources, draft.matches, verified, accepted):
-            if match:
-                self.copying[source].observe(match, n, a)
+        self.plain_rounds += fed == 1 and not mine
         if not mine:
             self._plain[self.rows] += fed == 1
         else:
@@ -300,6 +297,16 @@ class Policy:
                 self.throttle.observe(hits, ours)
         if self.loops and len(mine) == len(verified):
             self._observe_stages(draft, verified, accepted, stages, fed)
+
+    def observe_copies(self, copies: list[tuple], committed: list[list[int]]) -> None:
+        """Learn what copies are worth from what the rows said instead, `committed` [A]: a copy needn't be verified for that.
+
+        A committed token follows the target's law, so it equals a copied one as often as that would be accepted.
+        """
+        for (copy, source), tokens in zip(copies, committed, strict=True):
+            judged = min(len(copy.tokens), len(tokens))
+            right = next((k for k in range(judged) if copy.tokens[k] != tokens[k]), judged)
+            self.copying[source].observe(copy.match, judged, right)
 
     def _observe_draft_time(self, seconds: float, stages: int, drafts: int) -> None:
         """A later stage extends no context from the target, so it has a time of its own."""
@@ -336,9 +343,11 @@ class Policy:
         accepted = ", ".join(f"{c:.2f}" for c in chances) if drafted else "not measured yet"
         text = (
             f"{self.plain_rounds} of {self.rounds} rounds were plain steps. Measured in this call and those before it, for "
-            f"{rows} row{'s' * (rows != 1)}: a plain step {plain}, a draft {draft}, chances of drafts 1, 2, ... once those "
-            f"before are accepted {accepted}."
+            f"{rows} row{'s' * (rows != 1)}: a plain step {plain}"
         )
+        if self.block:
+            text += f", a draft {draft}, chances of drafts 1, 2, ... once those before are accepted {accepted}"
+        text += "."
         if self.loops and self.block and drafted:
             chance = self.break_even(1) / self.rows
             pays = f"pays from a chance of {chance:.2f} on that the first is accepted whole" if chance < 1 else "never pays"

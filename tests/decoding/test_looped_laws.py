@@ -17,7 +17,6 @@ from hf_dspark.drafting.proposer import Context, Proposer, Sampling
 from hf_dspark.modeling.draft_cache import DraftCache
 from hf_dspark.scheduling import CostTable, algorithm1
 from hf_dspark.scheduling.policy import AutoGate, Policy, StaticGate
-from hf_dspark.scheduling.policy import AutoGate, Policy, StaticGate
 from hf_dspark.verification import chain
 
 V, SEEDS = 2, (0, 1)
