@@ -17,6 +17,14 @@ from hf_dspark.modeling import SpeculationConfig
 from .timing import Clock
 
 
+class Nothing(CopyDrafter):
+    """Drafts nothing and reads nothing: an engine with it decodes plainly."""
+
+    def __init__(self):
+        super().__init__()
+        self.config.max_block, self.speculation = 1, SpeculationConfig(num_draft_tokens=0)
+
+
 @dataclass(frozen=True)
 class Load:
     """Users at once. `concurrency`: each asks again when answered (closed loop). `arrival`: requests per second, at random
@@ -42,9 +50,8 @@ def ways(drafter, settings: dict[str, dict] | None = None) -> dict[str, tuple]:
         settings = {"fixed": fixed, "auto": fixed | dict(scheduler="auto")}
         if drafter.config.fixed_block:
             settings["looped"] = fixed | dict(scheduler="auto", loop_gate="auto")
-    # A drafter that reads nothing, and doesn't copy either.
-    out = {"plain": (CopyDrafter(), SpeculationConfig())}
-    return out | {name: (drafter, replace(drafter.speculation, **knobs)) for name, knobs in settings.items()}
+    nothing = Nothing()
+    return {"plain": (nothing, nothing.speculation)} | {name: (drafter, replace(drafter.speculation, **knobs)) for name, knobs in settings.items()}
 
 
 class Running:
