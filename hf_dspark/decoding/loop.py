@@ -11,10 +11,11 @@ from hf_dspark.drafting.copies import LONGEST, offers, with_copies
 from hf_dspark.drafting.draft import Draft
 from hf_dspark.drafting.proposer import Context, Proposer
 from hf_dspark.drafting.tree_drafts import branch, kind_of, propose_trees, tree_notes
+from hf_dspark.drafting.tree_parts import reach_and_sides
 from hf_dspark.modeling import SpeculationConfig
+from hf_dspark.scheduling.headless import survival_estimate
 from hf_dspark.scheduling.policy import AutoGate, StaticGate
 from hf_dspark.verification.tree import ancestors
-from hf_dspark.scheduling.headless import survival_estimate
 
 from .batch import Batch, Commit, Request
 from .cache import TargetCache, drafter_key
@@ -250,7 +251,11 @@ class DecodeLoop:
             if clock is not None:
                 survived = min(judged.accepted[i], count)
                 verdicts = verified[i] if count == len(judged.tokens[i]) else survived
-                row.outputs.add_round(count, verdicts, survived, draft.stages[i], draft.sources[i])
+                reach, sides = verdicts, 0
+                if judged.path is not None:
+                    deepest, sides = reach_and_sides(draft.parents[i, : verified[i]].tolist(), judged.path[i, :survived].tolist())
+                    reach = deepest if count == len(judged.tokens[i]) else survived
+                row.outputs.add_round(count, verdicts, survived, draft.stages[i], draft.sources[i], reach, sides)
         return commits, new, judged
 
     def _warn_beyond_training(self, length: int) -> None:

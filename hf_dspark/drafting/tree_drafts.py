@@ -8,6 +8,7 @@ from hf_dspark.verification.noise import possible
 
 from .draft import Draft
 from .proposer import Context, Proposer, Sampling
+from .tree_parts import keep, pad
 from .trees import (
     Tree,
     ancestors,
@@ -25,7 +26,6 @@ from .trees import (
     sampled,
     tip,
 )
-from .tree_parts import keep, pad
 
 JETSPEC_WIDTH, EAGLE_WIDTH = 7, 10  # the references' defaults
 KINDS = {False: ("eagle2",), True: ("ddtree", "dartree", "jetspec")}  # by `fixed_block`
