@@ -1,0 +1,35 @@
+"""What `make docs` checks beyond mkdocs' own strictness: each public name has a docstring and an entry in the API reference."""
+
+import re
+from pathlib import Path
+
+import griffe
+from mkdocs.exceptions import PluginError
+
+SOURCE = Path("build/docs-source")
+OPTIONAL = {"copies.md", "trees.md", "compiled.md"}  # shown where they exist
+
+
+def on_config(config):
+    docs = Path(config.docs_dir)
+    for section in config.nav:
+        for title, pages in section.items():
+            section[title] = [page for page in pages if _exists(page, docs)]
+    _check_public_names(docs)
+    return config
+
+
+def _exists(page, docs: Path) -> bool:
+    path = page if isinstance(page, str) else next(iter(page.values()))
+    return path not in OPTIONAL or (docs / path).exists()
+
+
+def _check_public_names(docs: Path) -> None:
+    package = griffe.load("hf_dspark", search_paths=[SOURCE])
+    names = [name for name in package.exports if not str(name).startswith("__")]
+    entries = set(re.findall(r"^::: hf_dspark\.(\w+)$", (docs / "reference/api.md").read_text(encoding="utf-8"), re.M))
+    faults = [f"{name} has no entry in docs/reference/api.md" for name in names if name not in entries]
+    faults += [f"{name} in docs/reference/api.md is no public name" for name in sorted(entries.difference(names))]
+    faults += [f"{name} has no docstring" for name in names if not package[name].has_docstring]
+    if faults:
+        raise PluginError("The API reference is incomplete: " + "; ".join(faults) + ".")
