@@ -39,7 +39,7 @@ docs: $(STAMP) .venv-docs/installed
 	cp -r hf_dspark build/docs-source/hf_dspark
 	cp -r modeling build/docs-source/hf_dspark/modeling
 	$(BIN)/python docs/cli_reference.py > docs/reference/cli.md
-	NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(DOCS)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(DOCS)/mkdocs build
 
 # The drawings in docs/figures, which are kept in git.
 figures: .venv-docs/installed
@@ -59,5 +59,5 @@ $(STAMP): pyproject.toml constraints.txt
 
 .venv-docs/installed: pyproject.toml
 	test -x $(DOCS)/python || $(PYTHON) -m venv .venv-docs
-	$(DOCS)/python -m pip install --quiet --disable-pip-version-check "mkdocs-material>=9.5,<10" "mkdocstrings[python]>=1,<2" matplotlib
+	$(DOCS)/python -m pip install --quiet --disable-pip-version-check "mkdocs-material>=9.5,<10" "mkdocstrings[python]>=1,<2" matplotlib ruff
 	touch $@

@@ -25,7 +25,7 @@ def _exists(page, docs: Path) -> bool:
 
 
 def _check_public_names(docs: Path) -> None:
-    package = griffe.load("hf_dspark", search_paths=[SOURCE])
+    package = griffe.load("hf_dspark", search_paths=[SOURCE], try_relative_path=False)
     names = [name for name in package.exports if not str(name).startswith("__")]
     entries = set(re.findall(r"^::: hf_dspark\.(\w+)$", (docs / "reference/api.md").read_text(encoding="utf-8"), re.M))
     faults = [f"{name} has no entry in docs/reference/api.md" for name in names if name not in entries]
