@@ -31,7 +31,7 @@ def block_mask(name, slots, title):
     figure, axes = plt.subplots(figsize=(6.4, 3.6))
     figure.subplots_adjust(0.02, 0.1, 0.98, 0.74)
     mask(axes, allowed, slots, context + slots, [SKY, ORANGE], title)
-    legend(figure, [(SKY, "target's states before the anchor"), (ORANGE, "own block"), (LIGHT, "not visible")])
+    legend(figure, [(SKY, "target's states before the anchor (f0 to f4)"), (ORANGE, "own block")])
     save(figure, name)
 
 
@@ -92,7 +92,8 @@ def timeline():
     axes.text(0.2, 6.0, "Plain decoding: one forward of the target per token", fontsize=10)
     for i, (_, x) in enumerate(plain):
         box(axes, x, 4.6, 2.5, 0.9, f"target: token {i + 1}", SKY, size=8)
-    axes.text(0.2, 3.7, "A round with three drafts, of which two are accepted: three tokens for one forward of the target", fontsize=10)
+    title = "A round with three drafts, of which two are accepted: three tokens for one forward of the target"
+    axes.text(0.2, 3.7, title, fontsize=10)
     box(axes, 0.2, 2.3, 1.0, 0.9, "draft", ORANGE)
     box(axes, 1.3, 2.3, 2.9, 0.9, "target: anchor + 3 drafts", SKY, size=8)
     for k, (text, color) in enumerate([("draft 1", GREEN), ("draft 2", GREEN), ("draft 3", GREY), ("next token", BLUE)]):
@@ -188,13 +189,16 @@ def scheduling():
 
 def main() -> None:
     block_mask("dspark_mask", ["anchor", "mask 1", "mask 2", "mask 3"], "DSpark: four slots, four drafts")
-    block_mask("dflash", ["anchor", "mask 1", "mask 2", "mask 3"], "DFlash: four slots, three drafts (the anchor's slot drafts nothing)")
+    title = "DFlash: four slots, three drafts (the anchor's slot drafts nothing)"
+    block_mask("dflash", ["anchor", "mask 1", "mask 2", "mask 3"], title)
     walk = [("anchor", "+ bias(anchor)", "draft 1"), ("mask 1", "+ bias(draft 1)", "draft 2")]
     walk += [("mask 2", "+ bias(draft 2)", "draft 3"), ("mask 3", "+ bias(draft 3)", "draft 4")]
-    correction("dspark", walk, "DSpark: a correction head adds what the token before says", "bias: the logits of the Markov head, a table of low rank")
+    title = "DSpark: a correction head adds a bias that depends on the token before"
+    correction("dspark", walk, title, "bias: the logits of the Markov head, a table of low rank")
     walk = [("anchor", "base logits", "draft 1"), ("mask 1", "+ GRU(draft 1)", "draft 2")]
     walk += [("mask 2", "+ GRU(drafts 1, 2)", "draft 3"), ("mask 3", "+ GRU(1, 2, 3)", "draft 4")]
-    correction("domino", walk, "Domino: a GRU over the block's tokens corrects later drafts", "pure_draft_prefix_len = 1: the first draft stays as the backbone made it")
+    title = "Domino: a GRU over the block's tokens corrects later drafts"
+    correction("domino", walk, title, "pure_draft_prefix_len = 1: the first draft has no correction")
     chain_mask()
     mtp()
     timeline()
