@@ -18,8 +18,8 @@ from hf_dspark import AutoDrafter
 from hf_dspark.evaluation import calibration, plots
 from hf_dspark.evaluation.profiling import profile_pair
 from hf_dspark.evaluation.prompts import read_prompts, render
-from hf_dspark.scheduling.policy import Policy
 from hf_dspark.evaluation.replay import FixedLength, replay_scheduler
+from hf_dspark.scheduling.policy import Policy
 
 
 def real_models(args):

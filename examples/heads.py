@@ -2,6 +2,8 @@
 
     python examples/heads.py TARGET        # a GLM-4 MoE or DeepSeek-V3 model, say
     python examples/heads.py --tiny        # a random target that carries one random head
+
+The demo's model, smollm2, has none.
 """
 
 import argparse
@@ -37,6 +39,8 @@ def main():
     parser.add_argument("target", nargs="?")
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
+    if not args.tiny and args.target is None:
+        parser.error("give TARGET, whose checkpoint carries heads, or pass --tiny")
     if args.tiny:
         target = tiny_target(Path(tempfile.mkdtemp()))
         inputs = {"input_ids": torch.randint(1, 60, (3, 8))}

@@ -6,6 +6,7 @@ from numbers import Integral, Real
 
 VERIFICATIONS = ("ratio", "block", "match")
 ENGINES = ("own", "stock")
+SCHEDULERS = (None, "auto", "algorithm1")
 TREES = (None, "ddtree", "dartree", "eagle2", "jetspec", "auto")
 
 
@@ -47,11 +48,12 @@ class SpeculationConfig:
         loop_gate (`float` or `"auto"`, *optional*): DLoop. Draft another stage while the latest stage's summed
             log-probability is at least this. `"auto"` uses the measured break-even point. `None` drafts one stage.
         max_draft_stages (`int`, defaults to 8): upper bound on stages per round when `loop_gate` is set.
-        scheduler (`str`, *optional*): `"auto"` verifies only as many drafts as pay on this machine. `None` verifies
-            all.
-        copy (`int` or `"auto"`, *optional*): draft what followed the longest earlier match of the text's last tokens, instead of
-            asking the drafter: up to `copy` tokens wherever two tokens or more match, or, `"auto"`, where it is expected to gain
-            more tokens per second. `None` never copies.
+        scheduler (`str`, *optional*): `"auto"` verifies only as many drafts as pay on this machine, `"algorithm1"`
+            those that DSpark's Algorithm 1 admits by measured costs (arXiv 2607.05147). `None` verifies all.
+        copy (`int` or `"auto"`, *optional*): draft what followed the longest earlier match of the text's last tokens,
+            instead of asking the drafter: up to `copy` tokens wherever two tokens or more match, or, `"auto"`, where it is
+            expected to gain more tokens per second, from one matching token on. `None` never copies. Copies have no confidence, so
+            `confidence_threshold` doesn't cut them.
         tree (`str`, *optional*): verify a tree of drafts instead of a chain: `"ddtree"` (arXiv 2604.12989), `"dartree"` or
             `"jetspec"` (arXiv 2606.18394) with block drafters, `"eagle2"` (arXiv 2406.16858) with recursive ones, `"auto"` a tree or
             a chain, whatever gives more tokens per second. Sampled trees under `"ratio"` have children drawn without replacement.
@@ -98,20 +100,26 @@ class SpeculationConfig:
         for name, value, allowed in (
             ("verification", self.verification, VERIFICATIONS),
             ("engine", self.engine, ENGINES),
-            ("scheduler", self.scheduler, (None, "auto")),
+            ("scheduler", self.scheduler, SCHEDULERS),
             ("tree", self.tree, TREES),
         ):
             if value not in allowed:
                 raise ValueError(f"{name}={value!r} is unknown: set one of {allowed}.")
         if self.copy not in (None, "auto"):
             _check_whole("copy", self.copy, 1, "'auto', a number of tokens, or None for no copies")
+        if self.tree_budget is not None and self.tree is None:
+            raise ValueError(f"tree_budget={self.tree_budget} was set without a tree: set tree, for example tree='auto'.")
+        if self.tree is not None and self.engine == "stock":
+            raise ValueError(
+                f"tree={self.tree!r} was set with engine='stock', whose loop verifies chains only: set engine='own' or tree=None."
+            )
         if self.tree is not None and self.verification == "block":
             raise ValueError("verification='block' judges chains only: set verification='ratio' or 'match' with a tree.")
 
     @property
     def measures(self) -> bool:
         """Whether anything is decided from measured costs."""
-        return self.tree is not None or "auto" in (self.scheduler, self.loop_gate, self.copy)
+        return self.tree is not None or self.scheduler is not None or "auto" in (self.loop_gate, self.copy)
 
     def to_dict(self) -> dict:
         """What is stored with a drafter: every knob but those that belong to a call, the seed and `trust_target`."""

@@ -76,6 +76,8 @@ class RaggedBuffer:
 
     def move(self, source: torch.Tensor, first: torch.Tensor) -> None:
         """Let the slots from `first` [B] on hold what is in the slots `source` [B, L] (both on the host)."""
+        if self.keys is None:  # a layer that reads another one's
+            return
         device = self.keys.device
         every = torch.arange(len(source), device=device)[:, None]
         aim = (first[:, None] + torch.arange(source.shape[1])).to(device)
@@ -97,12 +99,21 @@ class RaggedBuffer:
                     self.values[row] = self.values[source]
         self.rows = len(order)
 
-    def select(self, rows: torch.Tensor) -> "RaggedBuffer":
-        """A copy of some rows [R]."""
+    def shrink(self, length: int) -> None:
+        """Give back what our rows, of at most `length` entries, don't need, where that is more than half of what is held."""
+        longest = (length // BUCKET + 2) * BUCKET
+        if self.keys is None or self.shared or self.keys.shape[0] * self.keys.shape[2] <= 2 * self.rows * longest:
+            return
+        self.keys = self.keys[: self.rows, :, :longest].clone()
+        self.values = self.values[: self.rows, :, :longest].clone()
+
+    def select(self, rows: torch.Tensor, length: int | None = None) -> "RaggedBuffer":
+        """A copy of some rows [R], or of their first `length` slots."""
         new = RaggedBuffer()
         if self.keys is not None:
             index = rows.to(self.keys.device)
-            new.keys, new.values, new.rows = self.keys[index], self.values[index], len(rows)
+            new.keys, new.values = self.keys[:, :, :length][index], self.values[:, :, :length][index]
+            new.rows = len(rows)
         return new
 
     def share(self) -> "RaggedBuffer":
@@ -169,10 +180,10 @@ class DraftCache:
         new.layers, new.lengths = layers, self.lengths[rows]
         return new
 
-    def select(self, rows: torch.Tensor) -> "DraftCache":
-        """A copy of some rows [R]."""
+    def select(self, rows: torch.Tensor, length: int | None = None) -> "DraftCache":
+        """A copy of some rows [R], or of their first `length` slots."""
         rows = rows.cpu()
-        return self._like([layer.select(rows) for layer in self.layers], rows)
+        return self._like([layer.select(rows, length) for layer in self.layers], rows)
 
     def share(self) -> "DraftCache":
         """The same entries under a second count: what this cache holds stays as it is."""
@@ -184,6 +195,8 @@ class DraftCache:
             layer.keep(order)
         index = torch.tensor(order, dtype=torch.long)
         self.first, self.lengths = self.first[index], self.lengths[index]
+        for layer in self.layers:
+            layer.shrink(int(self.lengths.max()))
 
     def append(self, other: "DraftCache") -> None:
         """Admit another cache's rows below ours."""

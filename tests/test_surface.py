@@ -14,7 +14,7 @@ from packaging.version import Version
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AsyncTextIteratorStreamer, PreTrainedTokenizerFast, TextIteratorStreamer, TextStreamer, pipeline
 
-from hf_dspark import SpeculationConfig, keyed_processors
+from hf_dspark import CopyDrafter, SpeculationConfig, keyed_processors
 from hf_dspark.decoding.candidates import DrafterCandidateGenerator
 from hf_dspark.decoding.target import FeatureTap
 
@@ -145,8 +145,9 @@ def test_the_candidate_generator_serves_people_who_build_on_transformers_api(lla
 # ---------------------------------------------------------------------- pipelines and streamers
 
 
-def test_a_text_generation_pipeline_takes_the_drafter(llama, tokenizer):
-    drafter = tiny.make_drafter(llama.target)
+@pytest.mark.parametrize("make", [tiny.make_drafter, lambda target: CopyDrafter()], ids=["drafter", "copies"])
+def test_a_text_generation_pipeline_takes_the_drafter(llama, tokenizer, make):
+    drafter = make(llama.target)
     prompt = text_of(llama.prompts[0].tolist())
     kwargs = dict(max_new_tokens=tiny.NEW, do_sample=False)
     plain = pipeline("text-generation", model=llama.target, tokenizer=tokenizer)(prompt, **kwargs)

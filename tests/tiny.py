@@ -121,9 +121,9 @@ class ScriptedCache(DraftCache):
         super().__init__(0, first)
         self.tokens: list[list[int]] = [[] for _ in first]
 
-    def select(self, rows):
+    def select(self, rows, length=None):
         new = ScriptedCache(self.first[rows.cpu()])
-        new.lengths, new.tokens = self.lengths[rows.cpu()], [list(self.tokens[r]) for r in rows.tolist()]
+        new.lengths, new.tokens = self.lengths[rows.cpu()], [self.tokens[r][:length] for r in rows.tolist()]
         return new
 
     def share(self):

@@ -40,8 +40,8 @@ LEGEND = (
     "token."
 )
 METHODS = (
-    "own: the drafter in this library's loop; stock: in transformers' loop; lookup: transformers' prompt lookup. In brackets: "
-    "the knobs that were set."
+    "own: the drafter in this library's loop; own+copy: with copies of the text where they pay; stock: in transformers' loop; "
+    "copy: copies alone; lookup: transformers' prompt lookup. In brackets: the knobs that were set."
 )
 
 
@@ -54,8 +54,10 @@ def evaluate(
         list[Path], typer.Option(exists=True, dir_okay=False, help="jsonl of `turns`, `messages` or `prompt`; repeats.")
     ] = ...,
     drafter: str = typer.Option(None, callback=check_drafter, help="Hub id or folder of a drafter."),
-    methods: str = typer.Option("plain,lookup,own", help="Of plain, lookup, stock and own, with commas."),
-    setting: Annotated[list[str], typer.Option(help="Knobs for own and stock, e.g. 'num_draft_tokens=3'; repeatable.")] = (),
+    methods: str = typer.Option("plain,lookup,own", help="Of plain, lookup, copy, stock, own and own+copy, with commas."),
+    setting: Annotated[
+        list[str], typer.Option(help="Knobs for own, own+copy and stock, e.g. 'num_draft_tokens=3'; repeatable.")
+    ] = (),
     temperature: Annotated[list[float], typer.Option(min=0, callback=finite, help="0 is greedy; repeatable.")] = (0.0,),
     top_k: int = typer.Option(0, min=0, help="When sampling; 0 is off."),
     top_p: float = typer.Option(1.0, min=0, max=1, callback=finite, help="When sampling; 1 is off."),
@@ -75,8 +77,8 @@ def evaluate(
 ):
     """Measure acceptance and speed of a drafter against other ways of generating the same answers."""
     kinds = [m.strip() for m in methods.split(",") if m.strip()]
-    if drafter is None and {"own", "stock"} & set(kinds):
-        raise ValueError(f"--methods {methods} needs a drafter: pass --drafter, or --methods plain,lookup.")
+    if drafter is None and {"own", "own+copy", "stock"} & set(kinds):
+        raise ValueError(f"--methods {methods} needs a drafter: pass --drafter, or --methods plain,lookup,copy.")
     if turns not in ("first", "all"):
         raise ValueError(f"--turns {turns} is unknown: use first or all.")
     check_output(out, "--out", overwrite)
@@ -123,6 +125,8 @@ def report(result: dict, warnings: list[str], out: Path, plots: Path | None) -> 
         warn([f"{method} was left out: {why}"])
     for group in dict.fromkeys((r["set"], r["temperature"]) for r in result["results"]):
         console.print(results_table([r for r in result["results"] if (r["set"], r["temperature"]) == group], *group))
+    for line in source_lines(result["results"]):
+        say(line, "dim")
     console.print(f"{LEGEND} {METHODS}", style="dim", markup=False)
     say(f"Everything measured is in {out}.", "dim")
     warn(warnings)
@@ -132,6 +136,14 @@ def report(result: dict, warnings: list[str], out: Path, plots: Path | None) -> 
         from hf_dspark.evaluation.plots import save_all
 
         say(f"Plots: {', '.join(map(str, save_all(result['results'], plots)))}", "dim")
+
+
+def source_lines(results: list[dict]) -> list[str]:
+    """Where the drafts of each method came from, one line for each that copied."""
+    from hf_dspark.decoding.outputs import describe_sources
+
+    kept = [r for r in results if {"copy", "memory"} & r.get("sources", {}).keys()]
+    return [f"{r['set']}, {r['temperature']:g}, {r['method']}: {describe_sources(r['sources'])}." for r in kept]
 
 
 def hints(results: list[dict], few: int = 10) -> list[str]:

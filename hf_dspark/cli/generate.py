@@ -38,7 +38,7 @@ def generate(
         ..., callback=check_target, help=f"Hub id or folder of the target; '{EMBEDDED}' is the demo's model."
     ),
     prompt: str = typer.Argument(None, help="The prompt; '-' reads standard input."),
-    drafter: str = typer.Option(None, callback=check_drafter, help="Hub id or folder of a drafter; without, plain decoding."),
+    drafter: str = typer.Option(None, callback=check_drafter, help="Hub id or folder of a drafter, or 'none'; else copies."),
     batch_file: Annotated[
         Path, typer.Option(exists=True, dir_okay=False, help="jsonl of `prompt`, `turns` or `messages`, not PROMPT.")
     ] = None,
@@ -60,7 +60,7 @@ def generate(
     verification: str = typer.Option(None, help="ratio, block or match; all are exact."),
     loop_gate: str = typer.Option(None, help="Draft another stage from this log-probability on, e.g. -0.5, or 'auto'."),
     max_draft_stages: int = typer.Option(None, min=1, help="Most stages a round, with --loop-gate."),
-    scheduler: str = typer.Option(None, help="'auto' verifies as many drafts as pay on this machine."),
+    scheduler: str = typer.Option(None, help="auto or algorithm1: verify as many drafts as pay on this machine."),
     engine: str = typer.Option(None, help="own, or stock for transformers' assisted loop."),
     chat: bool = typer.Option(True, help="Render the prompt with the tokenizer's chat template."),
     thinking: bool = typer.Option(None, help="Passed to the chat template; its own default if neither is given."),
@@ -90,7 +90,7 @@ def generate(
     loading = {"revision": revision, "trust_remote_code": trust_remote_code}
     loading |= {"attn_implementation": attn_implementation, "quantize": quantize}
     model, tokenizer = load_target(target, dtype, device, **loading)
-    assistant = load_drafter(drafter, model, revision=drafter_revision) if drafter else None
+    assistant = choose_drafter(drafter, model, drafter_revision)
     options = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0, "assistant_model": assistant}
     if repetition_penalty != 1.0:
         options["repetition_penalty"] = repetition_penalty
@@ -134,6 +134,15 @@ def check_call(prompt: str | None, batch_file: Path | None, out: Path | None) ->
     check_output(out, "--out", overwrite=True)  # what an earlier call wrote there is gone on with
     if out is not None and out.exists() and out.samefile(batch_file):
         raise ValueError(f"--out {out} is the --batch-file itself: choose another --out.")
+
+
+def choose_drafter(name: str | None, target, revision: str | None = None):
+    """The drafter that was asked for, None for 'none', else copies of the text, which need no weights."""
+    from hf_dspark import CopyDrafter
+
+    if name == "none":
+        return None
+    return load_drafter(name, target, revision=revision) if name else CopyDrafter()
 
 
 def number_in(text: str | None) -> float | str | None:

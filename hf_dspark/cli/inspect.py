@@ -62,6 +62,7 @@ def inspect(
     changes = dict(parse_override(o) for o in override)
     texts = [p.turns[0] for p in read_prompts(prompts, limit)] if prompts else PROMPTS[:limit]
 
+    from hf_dspark.decoding.outputs import describe_sources
     from hf_dspark.evaluation.exactness import check_exactness
     from hf_dspark.evaluation.inspection import describe, diagnose
     from hf_dspark.hub.card import read_record
@@ -84,6 +85,7 @@ def inspect(
             task = bar.add_task("comparing texts", total=len(ids))
             report = check_exactness(model, assistant, ids, max_new_tokens, progress=lambda i: bar.update(task, completed=i))
         _print_exactness(report, tokenizer)
+        say(f"Rounds of the last text: {describe_sources(assistant.last_speculation.by_source)}.", "dim")
     if found.verdict != "fits" or (check and (report.verdict == "different" or not report.self_check.passed)):
         raise typer.Exit(1)
 

@@ -53,7 +53,7 @@ def check_target(name: str | None) -> str | None:
 
 def check_drafter(name: str | None) -> str | None:
     """The callback of every option that names a drafter: a path that leads nowhere is refused before anything is loaded."""
-    if name not in (None, HEADS):
+    if name not in (None, "none", HEADS):
         check_place(name)
     return name
 

@@ -74,12 +74,12 @@ class Row:
     `error`: what the request's own processors or criteria raised; it ends the row, without the round's tokens.
     """
 
-    def __init__(self, request: Request, copying: bool = False):
+    def __init__(self, request: Request, copying: int | None = None):
         self.request, self.settings, self.outputs = request, request.settings, request.outputs
         self.tokens = list(request.prompt)
         self.start = len(self.tokens)
         self.stopped = self.text = self.error = None
-        self.copies = CopyIndex(self.tokens) if copying else None
+        self.copies = None if copying is None else CopyIndex(self.tokens, copying)
 
     @property
     def n(self) -> int:
@@ -141,10 +141,11 @@ class Batch:
 
     Args:
         requests: one per row. cache: the target's, with some first tokens of each prompt already (usually none).
-        proposer: the drafter's context of the same tokens. device: of the token buffer. copying: whether texts are indexed.
+        proposer: the drafter's context of the same tokens. device: of the token buffer.
+        copying: the shortest match that texts are copied at; None never copies.
     """
 
-    def __init__(self, requests: list[Request], cache: TargetCache, proposer: Proposer, device, copying: bool = False):
+    def __init__(self, requests: list[Request], cache: TargetCache, proposer: Proposer, device, copying: int | None = None):
         self.rows = [Row(r, copying) for r in requests]
         self.cache, self.proposer, self.device = cache, proposer, device
         longest = max((row.n for row in self.rows), default=0)

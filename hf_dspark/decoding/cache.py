@@ -22,10 +22,12 @@ LOOPED = (
 
 @dataclass
 class Fill:
-    """How far each row of a cache is filled, and where the next tokens go: shared by all layers, owned by none of them."""
+    """How far each row of a cache is filled, and where the next tokens go, by `layout` where they come as one flat sequence:
+    shared by all layers, owned by none of them."""
 
     lengths: torch.Tensor
     slots: Slots | None = None
+    layout: object = None
 
 
 class RaggedLayer(CacheLayerMixin):
@@ -52,6 +54,8 @@ class RaggedLayer(CacheLayerMixin):
         if self.written is slots:
             raise ValueError(LOOPED)
         self.written = slots
+        if self.fill.layout is not None:
+            key_states, value_states = self.fill.layout.heads(key_states), self.fill.layout.heads(value_states)
         return self.buffer.write(key_states, value_states, slots)
 
     def get_seq_length(self) -> int:
@@ -98,7 +102,7 @@ class TargetCache(Cache):
 
     def settle(self) -> None:
         """Aim nowhere: whoever updates now hasn't said where."""
-        self.fill.slots = None
+        self.fill.slots = self.fill.layout = None
         for layer in self.layers:
             layer.written = None
 
@@ -135,6 +139,17 @@ class TargetCache(Cache):
         new.draft = None if self.draft is None else self.draft.select(index)
         return new
 
+    def first(self, row: int, count: int, draft=None) -> "TargetCache":
+        """A copy of the first `count` tokens of a row, and of what `draft`, the drafter's context of our rows, has of them."""
+        index = torch.tensor([row])
+        new = self._with([layer.buffer.select(index, count) for layer in self.layers], index)
+        new.lengths, new.draft = torch.tensor([count]), None
+        if draft is not None and 0 <= count - int(draft.first[row]) <= int(draft.lengths[row]):
+            read = count - int(draft.first[row])
+            new.draft = draft.select(index, read)
+            new.draft.lengths = torch.tensor([read])
+        return new
+
     def share(self) -> "TargetCache":
         """The same entries under a second count: what this cache holds stays as it is, whatever becomes of the other."""
         new = self._with([layer.buffer.share() for layer in self.layers], torch.arange(len(self.lengths)))
@@ -143,9 +158,10 @@ class TargetCache(Cache):
 
     def keep(self, order: list[int]) -> None:
         """Let row i be what row `order[i]` was, and the rest go; see [`RaggedBuffer.keep`]."""
+        self.lengths = self.lengths[torch.tensor(order, dtype=torch.long)]
         for layer in self.layers:
             layer.buffer.keep(order)
-        self.lengths = self.lengths[torch.tensor(order, dtype=torch.long)]
+            layer.buffer.shrink(int(self.lengths.max()))
 
     def append(self, other: "TargetCache") -> None:
         """Admit another cache's rows below ours."""
@@ -260,8 +276,8 @@ def from_user_cache(config, cache, keep: torch.Tensor) -> TargetCache:
     return new
 
 
-def attention_masks(model, config, slots: Slots, device, tree: torch.Tensor | None = None):
-    """What to pass as `attention_mask` for queries at `slots`: None while all rows have one length, else 4D masks.
+def attention_masks(model, config, slots: Slots, device, tree: torch.Tensor | None = None, always: bool = False):
+    """What to pass as `attention_mask` for queries at `slots`: None while all rows have one length, else (or `always`) 4D masks.
 
     With layer types the model wants a dict, exactly where `generate` itself would build one. `tree` bool [B, count, count]: which
     of the slots each one sees, itself and those above it; windows then count positions, which are depths, not slots.
@@ -269,7 +285,7 @@ def attention_masks(model, config, slots: Slots, device, tree: torch.Tensor | No
     Raises:
         ValueError: for attention kernels that take no 4D mask.
     """
-    if slots.uniform and tree is None:
+    if slots.uniform and tree is None and not always:
         return None
     kernel = model.config._attn_implementation
     if kernel not in ("sdpa", "eager"):

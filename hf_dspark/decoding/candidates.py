@@ -101,6 +101,11 @@ def check_stock(speculation: SpeculationConfig, rows: int, given_cache, do_sampl
         )
     if speculation.verification == "block" and do_sample:
         raise ValueError(f"engine='stock' has no block verification: set verification='ratio' or 'match', or {way_out}")
+    if speculation.copy is not None:
+        raise ValueError(
+            f"engine='stock' asks the drafter alone and copies nothing, and copy={speculation.copy!r} was set: set copy=None, "
+            f"or {way_out} Without a drafter, transformers' own copies are generate(prompt_lookup_num_tokens=...)."
+        )
     if speculation.scheduler is not None or speculation.loop_gate == "auto":
         raise ValueError(f"engine='stock' measures nothing, so scheduler and loop_gate can't be 'auto': set them, or {way_out}")
 
@@ -113,6 +118,13 @@ def stock_generate(target, drafter, speculation, original, input_ids, kwargs, ma
     if not bool(mask[0, pads:].all()):
         raise ValueError(
             "engine='stock' needs a prompt without pads inside or behind it: pad on the left, or set engine='own'."
+        )
+    text = target.config.get_text_config()
+    whole = text.num_hidden_layers - (getattr(text, "num_kv_shared_layers", 0) or 0)
+    if max(drafter.config.target_layer_ids, default=-1) >= whole < text.num_hidden_layers:
+        raise ValueError(
+            f"engine='stock' was asked for, whose prefill computes the layers of {type(target).__name__} from {whole} on for "
+            f"the last token alone; this drafter reads target_layer_ids={drafter.config.target_layer_ids}: set engine='own'."
         )
     if config.do_sample and speculation.verification == "match":
         # Their loop samples with torch's generator; keyed noise reaches it as a processor, with sampling off.

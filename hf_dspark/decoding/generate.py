@@ -7,6 +7,7 @@ from contextvars import ContextVar
 import torch
 from transformers.generation import GenerationMode
 
+from hf_dspark.drafting.tree_drafts import check_trees
 from hf_dspark.modeling import SpeculationConfig
 from hf_dspark.verification.commit import check_criteria, own_criteria
 from hf_dspark.verification.probabilities import DEFAULTS, Scorer
@@ -99,14 +100,40 @@ def check_call(target, drafter, mode, config, kwargs) -> None:
     check_options(config)
     drafter.bind(target)
     speculation = resolve(drafter, config)
+    if drafter.config.max_block == 0:
+        check_copying(speculation)
     if speculation.confidence_threshold > 0 and not drafter.config.confidence_head and not drafter.config.survival_model:
         raise ValueError(
             f"confidence_threshold={speculation.confidence_threshold} was set, and this drafter predicts no confidence "
             "(confidence_head=False, no survival_model): set confidence_threshold=0, or use a drafter with the head."
         )
+    check_trees(target, drafter, speculation)
     check_forward(target, speculation.trust_target)
     if speculation.engine == "own":  # our loop allocates its own cache: keep generate from making one to throw away
         config.cache_implementation, config.use_cache = None, False
+
+
+def check_copying(speculation: SpeculationConfig) -> None:
+    """Refuse knobs of what a drafter without weights doesn't have.
+
+    Raises:
+        ValueError: naming the knob and what to set.
+    """
+    if speculation.copy is None:
+        raise ValueError(
+            "This drafter drafts nothing but copies of the text, and the call's copy=None leaves nothing to draft: set "
+            "copy='auto' or a number of tokens in SpeculationConfig, or drop assistant_model."
+        )
+    for name, off, instead in (
+        ("loop_gate", None, "copy=n sets the longest copy"),
+        ("num_draft_tokens", None, "copy=n sets the longest copy"),
+        ("confidence_threshold", 0.0, "copy='auto' copies only where it is expected to pay"),
+    ):
+        if (value := getattr(speculation, name)) != off:
+            raise ValueError(
+                f"{name}={value} was set, and copies of the text come from no model, so they have no stages, blocks or "
+                f"confidence: leave {name}={off}; {instead}."
+            )
 
 
 def resolve(drafter, config) -> SpeculationConfig:
@@ -293,13 +320,13 @@ def _run(target, drafter, tap, speculation, input_ids, mask, processors, criteri
     given = model_kwargs.get("cache", model_kwargs.get("past_key_values"))
     keep_cache = bool(config.return_dict_in_generate) or given is not None
     observer, policy = _LISTENING.get()
-    if policy is None and (speculation.measures):
+    if policy is None and speculation.measures:
         policy = policy_for(drafter, target, speculation)
     loop = DecodeLoop(model, drafter, speculation, policy, observer, config.prefill_chunk_size, keep_cache)
     cache = None if given is None else from_user_cache(model.config, given, mask.bool())
     past = [0] * len(requests) if cache is None else cache.lengths.tolist()
     _check_lengths(target, past, requests, config.prefill_chunk_size)
-    loop.admit(requests, cache)
+    loop.admit(requests, lambda: cache)
     new: list[list[int]] = [[] for _ in requests]
     while loop.active:
         for commit in loop.step():

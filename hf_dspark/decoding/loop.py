@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from transformers.utils import logging
 
-from hf_dspark.drafting.copies import LONGEST, offers, with_copies
+from hf_dspark.drafting.copies import LONGEST, offers, shortest_match, with_copies
 from hf_dspark.drafting.draft import Draft
 from hf_dspark.drafting.proposer import Context, Proposer
-from hf_dspark.drafting.tree_drafts import branch, kind_of, propose_trees
+from hf_dspark.drafting.tree_drafts import branch, kind_of, propose_trees, tree_notes
 from hf_dspark.modeling import SpeculationConfig
 from hf_dspark.scheduling.headless import survival_estimate
 from hf_dspark.scheduling.policy import AutoGate, StaticGate
@@ -67,7 +67,9 @@ class DecodeLoop:
         self.target, self.drafter, self.speculation = target, drafter, speculation
         self.policy, self.observer = policy, observer
         self.prefill_chunk, self.keep_cache = prefill_chunk, keep_cache
-        self.memory = getattr(drafter, "copy_memory", None)
+        self.memory = None if speculation.copy is None else getattr(drafter, "copy_memory", None)
+        if self.memory is not None:
+            self.memory.bind(target.config.vocab_size)
         self.tree = None if speculation.tree is None else kind_of(drafter, speculation.tree)
         self.seconds, self.finished = Seconds(), {}
         self.batch = self._batch([], None)
@@ -78,40 +80,46 @@ class DecodeLoop:
     @property
     def active(self) -> int:
         """Rows at work, those whose prompts are still being read included."""
-        return len(self.batch.rows) + sum(len(p.batch.rows) for p in self.coming)
+        return len(self.batch.rows) + sum(len(p.requests) for p in self.coming)
 
-    def admit(self, requests: list[Request], cache: TargetCache | None = None) -> None:
-        """Let rows in; the next steps read their prompts. `cache` may hold their first tokens already.
-
-        Raises:
-            ValueError: the cache leaves nothing to read.
-        """
-        flags = requests[0].outputs.flags
-        self.coming.append(Prefill(self.target, self._batch(requests, cache), self.prefill_chunk, flags))
+    def admit(self, requests: list[Request], cache: Callable[[], TargetCache | None] = lambda: None) -> None:
+        """Let rows in; the next steps read their prompts. When their turn comes, `cache()` may give a cache that holds their
+        first tokens already."""
+        self.coming.append(Prefill(self.target, requests, self.prefill_chunk, lambda: self._batch(requests, cache())))
 
     def cancel(self, key) -> bool:
-        """Take the row of this key out, wherever it is; whether there was one."""
-        for batch in (self.batch, *(p.batch for p in self.coming)):
-            rows = [i for i, row in enumerate(batch.rows) if row.request.key == key]
-            if rows and batch is self.batch:
-                batch.retire(rows)
-            for i in rows if batch is not self.batch else ():
-                batch.rows[i].error = Cancelled(f"request {key!r} was cancelled")  # it leaves once the prompts are read
-            if rows:
-                return True
+        """Take the row of this key out; whether there was one. One whose prompt is read together with others' leaves, with an
+        error, when they are read."""
+        rows = [i for i, row in enumerate(self.batch.rows) if row.request.key == key]
+        if rows:
+            self.batch.retire(rows)
+            return True
+        for prefill in self.coming:
+            rows = [i for i, request in enumerate(prefill.requests) if request.key == key]
+            if not rows:
+                continue
+            prefill.cancelled[rows[0]] = Cancelled(f"request {key!r} was cancelled")
+            if len(prefill.cancelled) == len(prefill.requests):
+                self.coming.remove(prefill)
+            return True
         return False
 
+    @torch.no_grad()
     def step(self) -> list[Commit]:
-        """Read a chunk of the prompts that wait, and run a round of the rows that were at work; what became output."""
-        rows_at_work = bool(self.batch.rows)
-        commits = self._read_prompts() if self.coming else []
+        """Read prompts that wait, `prefill_chunk` tokens of them, and run a round of the rows that were at work; what became
+        output."""
+        rows_at_work, read, commits = bool(self.batch.rows), 0, []
+        while self.coming and (self.prefill_chunk is None or read < self.prefill_chunk):
+            more, tokens = self._read_prompts()
+            commits, read = commits + more, read + tokens
         if rows_at_work:
             commits += self._round()
         return commits
 
     def notes(self) -> list[str]:
         """What was asked of the drafter that it can't give, and what the policy decided."""
-        return self.batch.proposer.notes() + ([] if self.policy is None else [self.policy.note()])
+        found = self.batch.proposer.notes() + tree_notes(self.drafter, self.speculation)
+        return found + ([] if self.policy is None else [self.policy.note()])
 
     def final_cache(self) -> TargetCache:
         """The ended rows' caches in the order of their keys, the drafter's carried along. Needs `keep_cache`."""
@@ -136,13 +144,18 @@ class DecodeLoop:
             gate = AutoGate(self.policy) if gate == "auto" else StaticGate(gate)
         estimate = survival_estimate(self.drafter)
         proposer = Proposer(self.drafter, self.speculation, cache.lengths, carried, gate, estimate)
-        return Batch(requests, cache, proposer, self.target.device, copying=self.speculation.copy is not None)
+        return Batch(requests, cache, proposer, self.target.device, copying=shortest_match(self.speculation.copy))
 
-    def _read_prompts(self) -> list[Commit]:
-        """A chunk of the first prompts that wait; once they are read, their rows have a first token and join the others."""
+    def _read_prompts(self) -> tuple[list[Commit], int]:
+        """A chunk of the first prompts that wait; once they are read, their rows have a first token and join the others. What
+        became output, and the tokens read. What goes wrong is these rows' own affair."""
         began, prefill = time.perf_counter(), self.coming[0]
+        try:
+            out, begin, end = prefill.advance()
+        except Exception as error:
+            self.coming.pop(0)
+            return [Commit(request.key, [], "error", error) for request in prefill.requests], 1
         batch = prefill.batch
-        out, begin, end = prefill.advance()
         batch.rows[0].outputs.add_states(out, end - begin, begin)
         commits = []
         if not prefill.windows:
@@ -154,21 +167,23 @@ class DecodeLoop:
             self._retire(batch, commits)
             self.batch.admit(batch)
         self.seconds.prefill += time.perf_counter() - began
-        return commits
+        return commits, (end - begin) * len(prefill.requests)
 
     # ------------------------------------------------------------------ a round
 
     def _round(self) -> list[Commit]:
         batch, clock = self.batch, Laps()
         context = self._context(batch)
-        draft, verified = self._draft(batch, context)
+        draft, verified, copies = self._draft(batch, context)
         clock.lap()
         width = max(verified) + 1
         fed = torch.cat([batch.anchors[:, None], draft.tokens[:, : width - 1]], 1)
         ends = [n + length for n, length in zip(batch.lengths, verified)]
         self.target.restart(batch.ids, batch.cache, batch.lengths)
         tree = None if draft.parents is None else ancestors(draft.parents[:, : width - 1])
-        out = self.target.forward(fed, batch.cache, ends, tree=tree, **batch.rows[0].outputs.flags)
+        widths, flags = [1 + n for n in verified], batch.rows[0].outputs.flags
+        out = self.target.forward(fed, batch.cache, ends, tree=tree, widths=None if flags else widths, **flags)
+        fed_each = self.target.fed / len(batch.rows)
         commits, new, judged = self._commit(batch, context.sampling, draft, verified, out.logits.to(batch.device), clock)
         batch.rows[0].outputs.add_states(out, len(commits[0].tokens), int(batch.cache.lengths[0]))
         clock.lap()
@@ -185,49 +200,55 @@ class DecodeLoop:
         seconds = Seconds(draft=propose + observe, verify=verify, overhead=commit + retire)
         self.seconds.add(seconds)
         if self.policy is not None:
-            self.policy.observe(draft, verified, judged.accepted, width, seconds.draft, seconds.verify)
+            self.policy.observe(draft, verified, judged.accepted, fed_each, seconds.draft, seconds.verify)
+            if copies:
+                self.policy.observe_copies(copies, [c.tokens for c in commits])
         if self.observer is not None:
             self.observer(Round(draft=draft, verified=verified, accepted=judged.accepted, commits=commits, seconds=seconds))
         return commits
 
-    def _draft(self, batch: Batch, context: Context) -> tuple[Draft, list[int]]:
-        """What the round proposes, and how much of it is verified."""
+    def _draft(self, batch: Batch, context: Context) -> tuple[Draft, list[int], list]:
+        """What the round proposes, how much of it is verified, and what the rows could have copied."""
         if self.policy is not None:
-            self.policy.begin(len(batch.rows), sum(context.lengths) / len(batch.rows))
-        scheduled, room = self.speculation.scheduler is not None, context.room
+            context_length = sum(context.lengths) / len(batch.rows)
+            self.policy.begin(len(batch.rows), context_length, len(batch.rows) > 1 and self.target.packs)
+        scheduler, room = self.speculation.scheduler, context.room
+        copies = self._offers(batch, room)
         if self.tree is not None and (self.speculation.tree != "auto" or self.policy.use_tree()):
-            draft = self._draft_trees(batch, context)
-            return draft, draft.lengths
-        copies, lengths, planned = self._copies(batch, room, scheduled)
+            draft = self._draft_trees(batch, context, copies)
+            return draft, draft.lengths, copies
+        lengths, planned = self._choose(copies, len(room), scheduler == "auto")
         if planned < batch.proposer.block or any(lengths):
             context.room = [0 if n else min(most, planned) for n, most in zip(lengths, room)]
         draft = with_copies(batch.proposer.propose(context), copies, lengths, room)
-        return draft, self.policy.prune(draft) if scheduled else draft.lengths
+        if scheduler is None:
+            return draft, draft.lengths, copies
+        return draft, self.policy.prune(draft) if scheduler == "auto" else self.policy.allot(draft), copies
 
-    def _draft_trees(self, batch: Batch, context: Context) -> Draft:
+    def _draft_trees(self, batch: Batch, context: Context, copies: list) -> Draft:
         """A tree per row, with what the row could copy as a branch; its size by the policy where none was set."""
         knobs, branches, size = self.speculation, None, None
         if knobs.copy is not None:
-            limit = LONGEST if knobs.copy == "auto" else knobs.copy
-            texts = [row.tokens for row in batch.rows]
-            found = offers([row.copies for row in batch.rows], texts, context.room, self.memory, limit)
-            branches = [branch(c.tokens, self.policy.copying[s].expected(c.match, len(c.tokens))) for c, s in found]
+            branches = [branch(c.tokens, self.policy.copying[s].expected(c.match, len(c.tokens))) for c, s in copies]
         if knobs.tree_budget is None:
             size = self.policy.tree_size
         budget = knobs.tree_budget or TREE_BUDGET
         return propose_trees(batch.proposer, context, self.tree, budget, size, branches)
 
-    def _copies(self, batch: Batch, room: list[int], scheduled: bool) -> tuple[list, list[int], int]:
-        """What the rows could copy, how much of it each does, and the drafts planned for each of the others."""
-        copy, rows = self.speculation.copy, len(batch.rows)
+    def _offers(self, batch: Batch, room: list[int]) -> list:
+        """What each row could copy; empty where copies are off."""
+        copy = self.speculation.copy
         if copy is None:
-            return [], [0] * rows, self.policy.plan() if scheduled else batch.proposer.block
+            return []
         limit = LONGEST if copy == "auto" else copy
-        copies = offers([row.copies for row in batch.rows], [row.tokens for row in batch.rows], room, self.memory, limit)
-        if copy == "auto":
-            return copies, *self.policy.choose(copies, scheduled)
-        lengths = [len(c.tokens) for c, _ in copies]
-        return copies, lengths, 0 if all(lengths) else self.policy.plan() if scheduled else batch.proposer.block
+        return offers([row.copies for row in batch.rows], [row.tokens for row in batch.rows], room, self.memory, limit)
+
+    def _choose(self, copies: list, rows: int, scheduled: bool) -> tuple[list[int], int]:
+        """How much of its copy each row takes, and the drafts planned for each of the others."""
+        if self.speculation.copy == "auto":
+            return self.policy.choose(copies, scheduled)
+        lengths = [len(c.tokens) for c, _ in copies] or [0] * rows
+        return lengths, 0 if all(lengths) else self.policy.plan() if scheduled else self.batch.proposer.block
 
     def _context(self, batch: Batch) -> Context:
         room = [min(row.left - 1, self.target.room(row.n), self.target.draft_room(row.n)) for row in batch.rows]

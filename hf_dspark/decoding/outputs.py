@@ -5,14 +5,25 @@ from dataclasses import dataclass, field, fields
 import torch
 from transformers.generation import GenerateDecoderOnlyOutput
 
+COPIED = ("copy", "memory")  # sources of drafts that no drafter made
+
+
+def describe_sources(by_source: dict[str, dict[str, int]]) -> str:
+    """Example: 'drafter 12 rounds of 1.75 tokens, copy 5 rounds of 4.20 tokens'."""
+    parts = []
+    for source, counts in by_source.items():
+        name, rounds = "plain" if source == "none" else source, counts["rounds"]
+        parts.append(f"{name} {rounds} round{'s' * (rounds != 1)} of {counts['emitted'] / rounds:.2f} tokens")
+    return ", ".join(parts)
+
 
 @dataclass(repr=False)
 class SpeculationStats:
     """What was drafted, accepted and spent, per output row and round. The prefill is no round.
 
     `acceptance_lengths[row][round]` tokens emitted (bonus included), `draft_lengths` drafts verified, `accepted_lengths`
-    drafts accepted, `draft_stages` drafting stages, `sources` where its drafts came from ("drafter", "copy", "tree", or "none" for
-    a plain step). A round cut by a stop token or the budget counts what it emitted, and as
+    drafts accepted, `draft_stages` drafting stages, `sources` where its drafts came from ("drafter", "copy", "memory", "tree",
+    or "none" for a plain step). A round cut by a stop token or the budget counts what it emitted, and as
     verified only what came before the cut. Seconds: `draft_seconds` (drafting and extending its context), `verify_seconds`
     (target forwards of rounds), `prefill_seconds`, `overhead_seconds` (the rest of the rounds).
     """
@@ -35,6 +46,8 @@ class SpeculationStats:
             text += f", {sum(self._pooled('acceptance_lengths'))} tokens, tau {self.tau:.2f}"
             drafted = any(self._pooled("draft_lengths"))
             text += f", {self.acceptance_rate:.0%} of the drafts accepted" if drafted else ", no drafts"
+            if not {"none", "drafter"} >= self.by_source.keys():
+                text += f" ({describe_sources(self.by_source)})"
         kinds = ("prefill", "draft", "verify", "overhead")
         text += ", seconds: " + ", ".join(f"{kind} {getattr(self, f'{kind}_seconds'):.2f}" for kind in kinds)
         return "".join([text, *(f"\n  {note}" for note in self.notes), ")"])
@@ -91,8 +104,11 @@ class SpeculationStats:
 
     @property
     def conditional_acceptance(self) -> list[float]:
-        """At k: of the rounds that verified draft k and accepted all before it, the share that accepted it too."""
-        pairs = list(zip(self._pooled("draft_lengths"), self._pooled("accepted_lengths")))
+        """At k: of the rounds that verified draft k and accepted all before it, the share that accepted it too. Of the drafter
+        alone: copies say nothing about it, see `by_source`."""
+        sources = self._pooled("sources") or ["drafter"] * len(self._pooled("draft_lengths"))
+        pairs = zip(sources, self._pooled("draft_lengths"), self._pooled("accepted_lengths"))
+        pairs = [(n, a) for source, n, a in pairs if source not in COPIED]
         out = []
         for k in range(1, max((n for n, _ in pairs), default=0) + 1):
             reached = [a for n, a in pairs if n >= k and a >= k - 1]

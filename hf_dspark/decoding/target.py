@@ -2,11 +2,15 @@
 
 import inspect
 import math
+from contextlib import suppress
+from functools import cached_property
 from threading import get_ident
 
 import torch
 
+from . import packed as packed_path
 from .cache import LOOPED, TargetCache, attention_masks
+from .packed import Layout
 from .preparation import check_preparation, draft_room, position_limits, recomputes
 
 # What generate() prepares by itself; anything else is an input this loop doesn't know how to continue.
@@ -64,6 +68,7 @@ class FeatureTap:
         self.layers = decoder_layers(target) if self.layer_ids else []
         self.decoder = target.get_decoder()
         self.shape = (0, 0)  # of the ids of the last forward
+        self.layout: Layout | None = None  # of the last forward, where that was packed
         self.captured: dict[int, torch.Tensor] = {}
         self.handles: list = []
 
@@ -107,7 +112,8 @@ class FeatureTap:
                     "read one: generate without assistant_model."
                 )
         device = device or parts[0].device
-        return torch.cat([p.to(device) for p in parts], -1)
+        features = torch.cat([p.to(device) for p in parts], -1)
+        return features if self.layout is None else self.layout.rows(features)
 
 
 class Target:
@@ -120,7 +126,21 @@ class Target:
         self.cache_name = "cache" if "cache" in parameters else "past_key_values"
         self.keeps_logits = "logits_to_keep" in parameters
         self.limits = position_limits(self.config)
+        self.fed = 0
         self.restarts = [limit.at + 1 for limit in self.limits if recomputes(model, limit)]
+
+    @cached_property
+    def places(self) -> int | None:
+        """Positions that a target with learned position embeddings has; None where positions are computed."""
+        limit, words = getattr(self.config, "max_position_embeddings", None) or 0, self.model.get_input_embeddings()
+        tables = [m for m in self.model.get_decoder().modules() if isinstance(m, torch.nn.Embedding) and m is not words]
+        sizes = [m.num_embeddings for m in tables if limit <= m.num_embeddings <= limit + 8]  # a few have an offset
+        return limit if sizes else None
+
+    @property
+    def packs(self) -> bool:
+        """Whether rows of different widths cost the tokens sent; False while that isn't known."""
+        return bool(packed_path.agrees(self.model))
 
     def draft_room(self, length: int) -> float:
         """Most drafts that can be verified exactly behind `length` committed tokens of a row."""
@@ -149,22 +169,59 @@ class Target:
     def new_cache(self, rows: int) -> TargetCache:
         return TargetCache(self.config, rows)
 
-    def forward(self, ids: torch.Tensor, cache: TargetCache, ends, keep: torch.Tensor | int = 0, tree=None, **outputs):
+    def forward(self, ids: torch.Tensor, cache: TargetCache, ends, keep=0, tree=None, widths=None, **outputs):
         """One forward over `ids` [A, T] at each row's next slots; the cache counts nothing until `advance`.
 
         `ends` [A]: where each row's real tokens end; what lies behind is filling, and learned positions may not reach so far.
         `keep`: positions [n] whose logits are wanted, or 0 for all. `tree` bool [A, T, T]: which of the tokens each one sees,
-        where they aren't a chain; see [`ancestors`]. `outputs`: flags such as `output_attentions`.
-        Returns the model's output, with logits [A, n or T, V], and leaves the features in `self.tap`.
+        where they aren't a chain; see [`ancestors`]. `widths` [A]: of each row, the tokens that matter; the others' logits and
+        features are of no use. `outputs`: flags such as `output_attentions`.
+        Returns the model's output, with logits [A, n or T, V], and leaves the features in `self.tap`; `self.fed` tokens were
+        computed.
         """
+        layout, agrees, packed = None, False, None
+        if widths is not None and sum(widths) < ids.numel():
+            layout, agrees = Layout(widths), packed_path.agrees(self.model)
+        if agrees:
+            return self._packed(ids, cache, ends, tree, layout)
+        if agrees is None:
+            with suppress(Exception):
+                packed = self._packed(ids, cache, ends, tree, layout).logits
+        out = self._padded(ids, cache, ends, keep, tree, **outputs)
+        if agrees is None:
+            packed_path.compare(self.model, layout, out.logits, packed)
+        return out
+
+    def _padded(self, ids, cache, ends, keep, tree, **outputs):
+        slots, positions = self._place(ids, cache, ends, tree)
+        masks = attention_masks(self.model, self.config, slots, self.device, tree)
+        out = self._call(cache, ids, positions, masks, keep, outputs)
+        if not self.keeps_logits and not isinstance(keep, int):
+            out.logits = out.logits[:, keep]
+        return out
+
+    def _packed(self, ids, cache, ends, tree, layout: Layout):
+        slots, positions = self._place(ids, cache, ends, tree, layout)
+        masks = attention_masks(self.model, self.config, slots, self.device, tree, always=True)
+        with packed_path.packing(self.config, layout):
+            out = self._call(cache, layout.flat(ids), layout.flat(positions), masks, 0, {})
+        out.logits = layout.rows(out.logits)
+        return out
+
+    def _place(self, ids, cache: TargetCache, ends, tree, layout: Layout | None = None):
+        """The slots of the tokens `ids`, and their positions [A, T]."""
         slots = cache.place(ids.shape[1])
+        cache.fill.layout, self.fed = layout, ids.numel() if layout is None else layout.total
         if self.tap is not None:
-            self.tap.shape = tuple(ids.shape)
+            self.tap.shape, self.tap.layout = tuple(ids.shape), layout
         last = torch.as_tensor(ends, device=self.device)[:, None] - 1
+        return slots, torch.minimum(self._positions(slots, tree), last)
+
+    def _call(self, cache: TargetCache, ids, positions, masks, keep, outputs: dict):
         inputs = {
             "input_ids": ids.to(self.device),
-            "position_ids": torch.minimum(self._positions(slots, tree), last),
-            "attention_mask": attention_masks(self.model, self.config, slots, self.device, tree),
+            "position_ids": positions,
+            "attention_mask": masks,
             self.cache_name: cache,
             "use_cache": True,
             **outputs,
@@ -178,8 +235,6 @@ class Target:
             cache.settle()
         if len(cache.layers) != self.config.num_hidden_layers:
             raise ValueError(LOOPED)
-        if not self.keeps_logits and not isinstance(keep, int):
-            out.logits = out.logits[:, keep]
         return out
 
 

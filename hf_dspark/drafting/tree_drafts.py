@@ -4,8 +4,10 @@ from collections.abc import Callable
 
 import torch
 
+from hf_dspark.verification.noise import possible
+
 from .draft import Draft
-from .proposer import Context, Proposer
+from .proposer import Context, Proposer, Sampling
 from .tree_parts import keep, pad
 from .trees import (
     Tree,
@@ -33,16 +35,50 @@ def kind_of(drafter, wanted: str) -> str:
     """The tree to build with `drafter`: what is `wanted`, or, for "auto", what suits its kind.
 
     Raises:
-        ValueError: a tree that another kind of drafter makes.
+        ValueError: a tree that another kind of drafter makes, or none.
     """
+    name = type(drafter).__name__
+    if drafter.config.max_block < 1:
+        raise ValueError(f"tree={wanted!r} was set, and a {name} only copies, one chain at a time: set tree=None.")
     if wanted == "auto":
         causal = getattr(drafter, "correction", None) is not None
         return "eagle2" if drafter.config.recursive else "dartree" if causal else "ddtree"
     able = KINDS[drafter.config.recursive]
-    if drafter.config.max_block < 1 or wanted not in able:
+    if wanted not in able:
         what = "drafts token by token" if drafter.config.recursive else "drafts a block at once"
-        raise ValueError(f"tree={wanted!r} was set, and a {type(drafter).__name__} {what}: set tree to one of {able}, or 'auto'.")
+        raise ValueError(f"tree={wanted!r} was set, and a {name} {what}: set tree to one of {able}, or 'auto'.")
     return wanted
+
+
+def check_trees(target, drafter, speculation) -> None:
+    """Refuse a tree that the drafter can't draft or the target can't verify, before any work.
+
+    Raises:
+        ValueError: naming what to set instead.
+    """
+    if speculation.tree is None:
+        return
+    kind_of(drafter, speculation.tree)
+    kernel = target.config._attn_implementation
+    if kernel not in ("sdpa", "eager"):
+        raise ValueError(
+            f"tree={speculation.tree!r} was set, and attn_implementation={kernel!r} takes no mask per token, which branches need: "
+            "load the target with attn_implementation='sdpa', or set tree=None."
+        )
+
+
+def tree_notes(drafter, speculation) -> list[str]:
+    """Knobs that trees don't heed."""
+    if speculation.tree is None:
+        return []
+    notes, kind = [], kind_of(drafter, speculation.tree)
+    if kind == "eagle2" and speculation.loop_gate is not None:
+        notes.append(f"loop_gate={speculation.loop_gate} was set, and trees of kind eagle2 are never looped: one stage was drafted.")
+    unheeded = {"confidence_threshold": speculation.confidence_threshold > 0}
+    unheeded["scheduler"] = speculation.scheduler is not None and speculation.tree_budget is not None
+    for name in (name for name, given in unheeded.items() if given):
+        notes.append(f"{name}={getattr(speculation, name)!r} was set, and trees are verified whole: set tree_budget=None to let costs decide.")
+    return notes
 
 
 @torch.no_grad()
@@ -81,11 +117,12 @@ class _Trees:
         ratio = proposer.speculation.verification == "ratio"
         self.drawing = ratio and kind in ("ddtree", "jetspec") and any(s.noise is not None for s in context.sampling)
         self.drawing = self.drawing and len(context.sampling) == 1 and not any(self.branches)
+        self.noise: dict[int, torch.Tensor] = {}  # Gumbel noise of the target's draw, by depth and sampling
 
     def draft(self) -> Draft:
         proposer, context = self.proposer, self.context
         looped = proposer.gate is not None and not self.drawing and self.kind != "eagle2"
-        trees, laws, state = self._stage(context.anchors, proposer.seed, None, looped)
+        trees, laws, state = self._stage(context.anchors, proposer.seed, None, looped, 0)
         stages = [1] * self.rows
         if looped:
             trees, stages = self._further(trees, state)
@@ -99,31 +136,97 @@ class _Trees:
             return self._drawn(trees, laws, stages)
         return self._as_draft(trees, None, stages)
 
-    def _stage(self, anchors, seed, pseudo, full_depth):
-        """Trees of one stage in target ids, the block's logits [A, K, Vd] where it has some, and the drafter's state."""
+    def _stage(self, anchors, seed, pseudo, full_depth, first: int):
+        """Trees of one stage in target ids, the block's logits [A, K, Vd] where it has some, and the drafter's state; its first
+        drafts are `first` + 1 deep."""
         drafter, cache = self.drafter, self.proposer.cache
-        steps = min(self.proposer.block, max(self.context.room))
+        steps = min(self.proposer.block, max(self.context.room) - first)
         state = drafter.start(cache, anchors, seed, pseudo, steps)
         if self.kind == "eagle2":
-            first, expand = recursive_expand(drafter, cache, state, anchors)
-            made = eagle2(first, expand, self.budget, steps - 1, min(EAGLE_WIDTH, self.budget))
+            log_probs, expand = recursive_expand(drafter, cache, state, anchors)
+            chances = self._log_probs(log_probs[:, None], 0)[:, 0]
+            shown = lambda tokens, rows, level: self._log_probs(expand(tokens, rows, level), level)  # noqa: E731
+            made = eagle2(chances, shown, self.budget, steps - 1, min(EAGLE_WIDTH, self.budget))
             return self._on_host(made), None, state
-        base = state.base[:, :steps]
-        if self.drawing:
-            base = self._processed(base)
+        positions = self._finite(state.base[:, :steps]).split(1, 1)
+        base = torch.cat([self._scores(x, first + k) for k, x in enumerate(positions)], 1)
         if self.kind == "dartree":
-            made = dartree(base, head_step(drafter, state, anchors), self.budget, full_depth=full_depth)
+            made = dartree(base, self._corrected(head_step(drafter, state, anchors), first), self.budget, full_depth=full_depth)
         elif self.kind == "jetspec":
-            made = jetspec(base.log_softmax(-1), self.budget, JETSPEC_WIDTH)
+            made = jetspec(_log_softmax(base), self.budget, JETSPEC_WIDTH)
         else:
-            made = ddtree(base.log_softmax(-1), self.budget, full_depth)
+            made = ddtree(_log_softmax(base), self.budget, full_depth)
         return self._on_host(made), base, state
+
+    # ------------------------------------------------------------------ what children are chosen by
+
+    def _finite(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits [..., Vd]; -inf where the drafter gives none to draft from."""
+        fine = possible(logits)
+        if bool(fine.all()):
+            return logits
+        self.proposer.unusable += int((~fine).sum())
+        return torch.where(fine[..., None], logits, -torch.inf)
+
+    def _log_probs(self, logits: torch.Tensor, depth: int) -> torch.Tensor:
+        return _log_softmax(self._scores(self._finite(logits), depth))
+
+    def _scores(self, logits: torch.Tensor, depth: int) -> torch.Tensor:
+        """Logits [A, F, Vd] of the drafts below nodes of a depth, as the target's own draw sees its logits: after the processors
+        that don't look at the prefix, and with its noise where a row samples and no children are drawn. The children are then
+        compared with that draw, so the noise they share makes them likely."""
+        out = logits.float()
+        for s in self.context.sampling:
+            plain = s.scorer.empty or not s.scorer.prefix_free
+            if plain and (s.noise is None or self.drawing):
+                continue
+            mine = self._whole_vocabulary(logits[s.rows]).float()
+            if not plain:
+                places = [place for place in s.places for _ in range(mine.shape[1])]
+                scored = s.scorer.draft_scores(places, None, mine.flatten(0, 1)).unflatten(0, mine.shape[:2])
+                mine = torch.where(possible(scored)[..., None], scored, mine)  # nothing allowed is in the drafter's vocabulary
+            if s.noise is not None and not self.drawing:
+                mine = mine - mine.amax(-1, keepdim=True) + self._gumbel(s, depth)[:, None]
+            out = out.index_copy(0, torch.tensor(s.rows, device=out.device), self._drafters_part(mine).to(out))
+        return out
+
+    def _gumbel(self, s: Sampling, depth: int) -> torch.Tensor:
+        """The Gumbel noise [R, V] that the target's draw at this depth adds to the scores of the rows of `s`."""
+        key = depth, s.rows[0]
+        if key not in self.noise:
+            uniform = s.noise.uniforms(None, depth, "target", self.drafter.config.vocab_size, self.drafter.device)
+            self.noise[key] = uniform.log_().neg_().log_().neg_().float()
+        return self.noise[key]
+
+    def _whole_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits [..., Vd] over the target's vocabulary [..., V]."""
+        if not hasattr(self.drafter, "d2t"):
+            return logits
+        full = logits.new_full((*logits.shape[:-1], self.drafter.config.vocab_size), -torch.inf)
+        return full.index_copy(-1, self.drafter.target_ids(), logits)
+
+    def _drafters_part(self, scores: torch.Tensor) -> torch.Tensor:
+        """Scores [..., V] of the drafter's own vocabulary [..., Vd]."""
+        return scores[..., self.drafter.target_ids()] if hasattr(self.drafter, "d2t") else scores
+
+    def _corrected(self, step: Callable, first: int) -> Callable:
+        """The `step` of [`dartree`], its logits of the candidates as [`_scores`] of a depth shows them."""
+        if all(s.noise is None and (s.scorer.empty or not s.scorer.prefix_free) for s in self.context.sampling):
+            return step
+
+        def shown(memory, rows, tokens, depth, candidates):
+            logits, memory = step(memory, rows, tokens, depth, candidates)
+            wide = candidates[:, None].expand(-1, logits.shape[1], -1)
+            full = logits.new_full((*logits.shape[:2], self.drafter.config.draft_vocab_size), -torch.inf)
+            scores = self._scores(full.scatter(-1, wide, logits), first + depth)
+            return scores.gather(-1, wide), memory
+
+        return shown
 
     def _on_host(self, made: Tree) -> list[Tree]:
         rows = [made.row(r) for r in range(self.rows)]
-        ids = self.drafter.target_ids()
-        ids = ids.cpu() if hasattr(self.drafter, "d2t") else None
-        return [Tree(t.tokens.cpu() if ids is None else ids[t.tokens.cpu()], t.parents.cpu(), t.scores.cpu()) for t in rows]
+        ids = self.drafter.target_ids
+        return [Tree(ids(t.tokens.to(self.drafter.device)).cpu(), t.parents.cpu(), t.scores.cpu()) for t in rows]
 
     def _stop_ids(self) -> list[frozenset]:
         stops = [frozenset()] * self.rows
@@ -146,7 +249,7 @@ class _Trees:
             if not all(proposer.gate(scores, self.rows)):
                 break
             anchors = torch.stack([t.tokens[node] for t, node in zip(trees, tips)]).to(context.ids.device)
-            more, _, state = self._stage(anchors, None, state.pseudo, True)
+            more, _, state = self._stage(anchors, None, state.pseudo, True, stage * K)
             trees = [graft(t, m, node) for t, m, node in zip(trees, more, tips)]
             tips, stage = [tip(t) for t in trees], stage + 1
         return trees, [stage] * self.rows
@@ -160,13 +263,6 @@ class _Trees:
         return True
 
     # ------------------------------------------------------------------ children drawn from laws
-
-    def _processed(self, base: torch.Tensor) -> torch.Tensor:
-        """Base logits [A, K, Vd] after the user's processors, where those don't look at the prefix."""
-        (s,) = self.context.sampling
-        if s.scorer.empty or not s.scorer.prefix_free or hasattr(self.drafter, "d2t"):
-            return base.float()
-        return s.scorer.draft_scores(s.places, None, base.flatten(0, 1)).unflatten(0, base.shape[:2])
 
     def _drawn(self, trees: list[Tree], base, stages) -> Draft:
         """The trees' shapes with children drawn without replacement, and the laws [A, N, V] they were drawn from."""
@@ -202,6 +298,11 @@ class _Trees:
             sources=["tree"] * self.rows,
             expected=[float(t.scores.exp().sum()) for t in trees],
         )
+
+
+def _log_softmax(scores: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities [..., V]; -inf where there are no scores to make them of."""
+    return scores.log_softmax(-1).nan_to_num(-torch.inf, neginf=-torch.inf)
 
 
 def within(tree: Tree, room: int, stop_ids: frozenset[int]) -> Tree:

@@ -178,6 +178,7 @@ def _dar_levels(logits, step, budget, width, candidates, fixed, prefix_len, draw
             return
         corrected, memory = step(memory, rows, tokens, d, ids[:, d])
         log_q = (base[:, d, None].expand_as(corrected) if d < prefix_len else corrected).log_softmax(-1)
+        log_q = log_q.nan_to_num(-torch.inf, neginf=-torch.inf)  # where a path leads nowhere
         log_q = log_q.expand(B, scores.shape[1], -1)
         ranked, order = log_q.sort(dim=-1, descending=True, stable=True)
         if draw is not None:  # no more than every row's laws have tokens for, so that laws and nodes stay side by side

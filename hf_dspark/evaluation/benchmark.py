@@ -10,10 +10,12 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 
 import torch
 
+from hf_dspark.drafting.copy_drafter import CopyDrafter
 from hf_dspark.modeling import SpeculationConfig
 
 from . import metrics
@@ -23,13 +25,15 @@ from .prompts import JsonLines, Prompt, render
 from .record import gate_data, record, threshold_sweep
 from .timing import Clock
 
-KINDS = ("plain", "lookup", "stock", "own")
+KINDS = ("plain", "lookup", "copy", "stock", "own", "own+copy")
+DRAFTED = ("stock", "own", "own+copy")  # kinds that need a drafter
 
 
 @dataclass(frozen=True)
 class Method:
-    """A way of generating. `kind`: `"plain"`; `"lookup"` (transformers' prompt lookup, `{"tokens": n}`); `"stock"` and
-    `"own"` (the drafter in transformers' loop and in ours), whose `knobs` change the drafter's stored ones."""
+    """A way of generating. `kind`: `"plain"`; `"lookup"` (transformers' prompt lookup, `{"tokens": n}`); `"copy"`
+    ([`CopyDrafter`]); `"stock"` and `"own"` (the drafter in transformers' loop and in ours), whose `knobs` change the drafter's
+    stored ones; `"own+copy"` (as `"own"`, with `copy="auto"`)."""
 
     kind: str
     knobs: dict = field(default_factory=dict)
@@ -49,8 +53,18 @@ class Method:
             return {}
         if self.kind == "lookup":
             return {"prompt_lookup_num_tokens": self.knobs.get("tokens", 5)}
-        knobs = {**drafter.speculation.to_dict(), **self.knobs, "engine": self.kind}
+        if self.kind == "copy":
+            return {"assistant_model": copier()}
+        copies = {"own": {}, "own+copy": {"copy": "auto"}, "stock": {"copy": None}}[self.kind]
+        engine = "stock" if self.kind == "stock" else "own"
+        knobs = {**drafter.speculation.to_dict(), **copies, **self.knobs, "engine": engine}
         return {"assistant_model": drafter, "speculation": SpeculationConfig(**knobs)}
+
+
+@cache
+def copier() -> CopyDrafter:
+    """The one that all copying methods share, so that what it measured and learnt stays from answer to answer."""
+    return CopyDrafter()
 
 
 def make_methods(kinds: Sequence[str], settings: Sequence[dict] = ({},), lookup_tokens: int = 5) -> list[Method]:
@@ -60,7 +74,7 @@ def make_methods(kinds: Sequence[str], settings: Sequence[dict] = ({},), lookup_
         if kind == "lookup":
             out.append(Method(kind, {"tokens": lookup_tokens}))
         else:
-            out += [Method(kind, s) for s in (settings if kind in ("stock", "own") else ({},))]
+            out += [Method(kind, s) for s in (settings if kind in DRAFTED else ({},))]
     return out
 
 
@@ -167,7 +181,8 @@ def _generate(target, drafter, plan, ids, temperature, method) -> dict:
     clock, options = Clock(), method.options(drafter)
     sampling = {"temperature": temperature, "top_k": 0, **plan.sampling} if temperature > 0 else {}
     inputs = torch.tensor([ids], device=target.device)
-    with record(drafter) if method.kind == "own" else _Nothing() as recorder:
+    ours = options.get("assistant_model")
+    with record(ours) if ours is not None and method.kind != "stock" else _Nothing() as recorder:
         began = time.perf_counter()
         output = target.generate(
             inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=plan.max_new_tokens, streamer=clock,
@@ -185,14 +200,14 @@ def _generate(target, drafter, plan, ids, temperature, method) -> dict:
         "text": digest(new),
         "ids": new,
     }
-    if method.kind in ("own", "stock"):
-        stats = drafter.last_speculation
+    if ours is not None:
+        stats = ours.last_speculation
         (result["rounds"],) = metrics.responses_of(stats)
         result |= {k: getattr(stats, k) for k in ("draft_seconds", "verify_seconds", "overhead_seconds", "prefill_seconds")}
     if recorder is not None:
         result["round_seconds"] = [r.seconds for r in recorder.rounds]
         result |= {"sweep": sweep} if (sweep := threshold_sweep(recorder.rounds)) else {}
-        if method.knobs.get("loop_gate", drafter.speculation.loop_gate) is not None:
+        if method.knobs.get("loop_gate", ours.speculation.loop_gate) is not None:
             result["gate"] = [[stage, *data] for stage, data in sorted(gate_data(recorder.rounds).items())]
     return result
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from hf_dspark.decoding.outputs import COPIED
 from hf_dspark.scheduling import auroc
 
 
@@ -19,24 +20,46 @@ class Round(NamedTuple):
     """One round of one row.
 
     `verified` drafts the target looked at, `accepted` of them kept, `emitted` tokens (bonus included), `stages` drafting
-    stages. A round cut by a stop token or the budget has no bonus and counts as verified only what came before the cut.
+    stages, `source` of its drafts. A round cut by a stop token or the budget has no bonus and counts as verified only what
+    came before the cut.
     """
 
     verified: int
     accepted: int
     emitted: int
     stages: int = 1
+    source: str = "drafter"
 
 
 def responses_of(stats) -> list[list[Round]]:
     """The rounds of a [`SpeculationStats`], one list per output row."""
-    columns = stats.draft_lengths, stats.accepted_lengths, stats.acceptance_lengths, stats.draft_stages
+    sources = stats.sources or [["drafter"] * len(row) for row in stats.draft_lengths]
+    columns = stats.draft_lengths, stats.accepted_lengths, stats.acceptance_lengths, stats.draft_stages, sources
     return [[Round(*r) for r in zip(*row, strict=True)] for row in zip(*columns, strict=True)]
 
 
 def pooled(responses: Iterable[list[Round]]) -> list[Round]:
     """All rounds of all responses."""
     return list(chain.from_iterable(responses))
+
+
+def drafted(rounds: Iterable[Round]) -> list[Round]:
+    """Those that the drafter had a part in, or nobody: without copies, which say nothing about it."""
+    return [r for r in rounds if r.source not in COPIED]
+
+
+def by_source(rounds: Iterable[Round]) -> dict[str, dict[str, int]]:
+    """Rounds, tokens emitted, drafts verified and accepted, by where the drafts came from.
+
+    >>> by_source([Round(5, 2, 3), Round(4, 4, 5, 1, "copy")])["copy"]
+    {'rounds': 1, 'emitted': 5, 'verified': 4, 'accepted': 4}
+    """
+    table: dict[str, dict[str, int]] = {}
+    for r in rounds:
+        mine = table.setdefault(r.source, dict.fromkeys(("rounds", "emitted", "verified", "accepted"), 0))
+        for name, count in zip(mine, (1, r.emitted, r.verified, r.accepted)):
+            mine[name] += count
+    return table
 
 
 def tau(rounds: Sequence[Round]) -> float:
@@ -200,7 +223,8 @@ def speedup(baseline: Sequence[float], method: Sequence[float], samples: int = 2
 
 
 def summary(responses: Sequence[list[Round]], block: int | None = None) -> dict:
-    """Everything above that needs only rounds, by name; `block` (drafts of a whole stage) adds the full acceptance."""
+    """Everything above that needs only rounds, by name; `block` (drafts of a whole stage) adds the full acceptance. What tells of
+    single drafts leaves copies out."""
     rounds = pooled(responses)
     out = {
         "rounds": len(rounds),
@@ -209,12 +233,13 @@ def summary(responses: Sequence[list[Round]], block: int | None = None) -> dict:
         "accepted_per_round": accepted_per_round(rounds),
         "acceptance_rate": acceptance_rate(rounds),
         "verify_rate": verify_rate(rounds),
-        "survival": survival(rounds),
-        "conditional_acceptance": conditional_acceptance(rounds),
+        "survival": survival(drafted(rounds)),
+        "conditional_acceptance": conditional_acceptance(drafted(rounds)),
         "looped_token_share": looped_token_share(rounds),
+        "sources": by_source(rounds),
     }
     if block:
-        out["full_acceptance"] = full_acceptance(rounds, block)
+        out["full_acceptance"] = full_acceptance(drafted(rounds), block)
     return out
 
 

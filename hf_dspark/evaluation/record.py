@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from hf_dspark.decoding.generate import listening
+from hf_dspark.decoding.outputs import COPIED
 from hf_dspark.scheduling.headless import step_features
 
 from .metrics import Round
@@ -22,8 +23,8 @@ class RoundLog:
 
     `drafted` drafts verified and `accepted` of them, before the commit cut anything off; `emitted` tokens that became output;
     `log_q` and `confidence` [drafted]: temperature-1 log-probabilities and raw confidence logits (None without a head);
-    `features` [drafted][5] of `scheduling.headless` if recorded. Seconds are those of all `rows` rows together, `fed` is
-    what the target read of each.
+    `features` [drafted][5] of `scheduling.headless` if recorded; `source` of the drafts. Seconds are
+    those of all `rows` rows together, `fed` is what the target read of each.
     """
 
     row: int
@@ -40,6 +41,7 @@ class RoundLog:
     verify_seconds: float
     overhead_seconds: float
     features: list[list[float]] | None = None
+    source: str = "drafter"
 
     @property
     def seconds(self) -> float:
@@ -50,7 +52,7 @@ class RoundLog:
         """As the statistics count it: a round that was cut verified nothing behind the cut."""
         cut = self.emitted < self.accepted + 1
         accepted = min(self.accepted, self.emitted)
-        return Round(accepted if cut else self.drafted, accepted, self.emitted, self.stages)
+        return Round(accepted if cut else self.drafted, accepted, self.emitted, self.stages, self.source)
 
     to_dict = asdict
 
@@ -86,6 +88,7 @@ class Recorder:
                     verify_seconds=seconds.verify,
                     overhead_seconds=seconds.overhead,
                     features=None if features is None else features[i, :n].tolist(),
+                    source=draft.sources[i],
                 )
             )
         self.steps.clear()
@@ -133,6 +136,11 @@ def record(drafter, features: bool = False, policy=None) -> Iterator[Recorder]:
             del drafter.step
 
 
+def drafters(rounds: list[RoundLog]) -> list[RoundLog]:
+    """Those whose drafts, if any, the drafter made: copies tell nothing of its confidence, its gate or its time."""
+    return [r for r in rounds if r.source not in COPIED]
+
+
 class ConfidenceData(NamedTuple):
     """Confidence logits [J, K], labels [J, K] (1 iff drafts 1..k were all accepted), and where a draft was verified at all."""
 
@@ -145,7 +153,7 @@ class ConfidenceData(NamedTuple):
 def confidence_data(rounds: list[RoundLog]) -> ConfidenceData:
     """First stages of unpruned `rounds` as arrays for `scheduling.calibration`. Positions behind a drafted stop token were
     never drafted, so they aren't valid. Without a confidence head the logits are zeros."""
-    width, rounds = max(r.block for r in rounds), [r for r in rounds if r.drafted]
+    width, rounds = max(r.block for r in rounds), [r for r in drafters(rounds) if r.drafted]
     shape = len(rounds), width
     logits, labels = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
     valid, features = torch.zeros(shape, dtype=torch.bool), torch.zeros(*shape, 5)
@@ -172,7 +180,7 @@ class GateData(NamedTuple):
 def gate_data(rounds: list[RoundLog]) -> dict[int, GateData]:
     """By stage, from 1."""
     data: dict[int, GateData] = {}
-    for r in rounds:
+    for r in drafters(rounds):
         for s in range(1, 1 + (r.drafted // r.block if r.block else 0)):
             if r.accepted < (s - 1) * r.block:
                 break
@@ -186,6 +194,7 @@ def gate_data(rounds: list[RoundLog]) -> dict[int, GateData]:
 def threshold_sweep(rounds: list[RoundLog]) -> list[tuple[float, int, int]]:
     """(threshold, drafts verified, drafts accepted) had every round's verification stopped before the first draft whose raw
     confidence is below the threshold; empty without a confidence head."""
+    rounds = drafters(rounds)
     if not rounds or any(r.drafted and r.confidence is None for r in rounds):
         return []
     out = []

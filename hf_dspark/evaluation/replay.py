@@ -39,7 +39,7 @@ class Costs:
         for r in rounds:
             verify[r.fed].append(r.verify_seconds / r.rows)
             overhead.append(r.overhead_seconds / r.rows)
-            if r.stages:
+            if r.stages and r.source == "drafter":
                 draft.append(r.draft_seconds / r.rows / r.stages)
         knots = sorted(verify)
         curve = LatencyCurve(tuple(knots), tuple(median(verify[k]) for k in knots))
@@ -100,7 +100,7 @@ def replay_scheduler(
         scheduler: has `begin`, `plan`, `prune` and `observe` as `scheduling.policy.Policy`; see also [`FixedLength`].
         context: tokens in the cache of each. temperatures ([K]): of the confidences.
     """
-    flat = [r for log in logs for r in log if r.drafted == r.block]
+    flat = [r for log in logs for r in log if r.drafted == r.block and r.source == "drafter"]
     streams = [cycle(flat[i * len(flat) // rows :] + flat[: i * len(flat) // rows]) for i in range(rows)]
     tokens = drafted = verified = 0
     seconds = 0.0

@@ -195,7 +195,8 @@ class OnlineCost:
 
     def record_verify(self, seconds: float, tokens: int, rows: int = 1, context: float = 0) -> None:
         """One target forward over `tokens` positions in all."""
-        self._record("verify", rows, tokens / rows, seconds / self.prior.verify_seconds(tokens, rows, context))
+        width = round(4 * tokens / rows) / 4  # rows of different widths would have a bucket each
+        self._record("verify", rows, width, seconds / self.prior.verify_seconds(tokens, rows, context))
 
     def record_draft(self, seconds: float, drafts: int = 1, rows: int = 1, context: float = 0) -> None:
         """One drafting stage of `drafts` tokens per row."""

@@ -15,7 +15,7 @@ from .copying import CopyExpectation
 from .correction import Correction
 from .cost import GENERIC, CostTable, LatencyCurve, OnlineCost
 from .gate import OnlineGate
-from .prefix import lookahead
+from .prefix import algorithm1, lookahead
 from .throttle import DraftThrottle
 
 
@@ -73,7 +73,7 @@ class Policy:
         self.recursive, self.confident, self.measuring = recursive, False, False
         self._chances: list[list[float]] | None = None  # corrected chances of this round's drafts
         self.rounds = self.plain_rounds = self.looped_rounds = 0
-        self.rows, self.context = 1, 0.0
+        self.rows, self.context, self.packed = 1, 0.0, False
         self._plain: Counter[int] = Counter()  # plain steps by number of rows
         self._reached, self._accepted = [0.0] * max_stages, [0.0] * max_stages  # by stage: how often, drafts of it accepted
         self._seconds = self._tokens = self._savings = 0.0
@@ -81,9 +81,10 @@ class Policy:
         self._shapes = {"chain": (0.0, 0.0, 0), "tree": (0.0, 0.0, 0)}  # faded tokens and modelled seconds, and rounds
         self._single, self._further = 0, deque(maxlen=32)  # times of later stages, in first ones
 
-    def begin(self, rows: int, context: float) -> None:
-        """A round of `rows` active rows with `context` tokens on average."""
-        self.rows, self.context, self._chances = rows, context, None
+    def begin(self, rows: int, context: float, packed: bool = False) -> None:
+        """A round of `rows` active rows with `context` tokens on average; `packed`: its forward costs the tokens sent, and not
+        the longest row's for every row."""
+        self.rows, self.context, self.packed, self._chances = rows, context, packed, None
         self.rounds += 1
 
     # ------------------------------------------------------------------ decisions
@@ -123,7 +124,6 @@ class Policy:
         self.measuring |= self.throttle.measuring
         if planned and self.confident and not self.recursive:
             planned = self.block  # a block is paid for as a whole, and confidences tell rounds apart
-        self.plain_rounds += planned == 0
         return planned
 
     def prune(self, draft) -> list[int]:
@@ -139,17 +139,48 @@ class Policy:
         past = (past + past[-1:] * draft.tokens.shape[1])[: -(-draft.tokens.shape[1] // self.block) * self.block]
         self._chances = [row[:n] or [0.0] for row, n in zip(chances.tolist(), offered)]  # nothing offered gains nothing
         curve = self.cost.curve(self.rows, self.context, stages=0).isotonic()
-        copied = max((n for n, source in zip(draft.lengths, draft.sources) if source != "drafter"), default=0)
-
-        def latency(tokens):  # the forward is as wide as its longest row
-            return curve(self.rows * max(tokens / len(mine), 1 + copied))
-
         rate, room = self.throttle.rate(self.rows, self.context), [draft.room[i] for i in mine]
-        length = lookahead(chances, past, latency, rate, torch.tensor(offered), room, self.block)
-        pruned = list(draft.lengths)
-        for i in mine:
-            pruned[i] = min(pruned[i], length)
-        return pruned
+        if self.packed:
+            chosen = self._per_row(chances, past, curve, rate, offered, room)
+        else:
+            latency = self._padded_latency(draft, curve, mine)
+            length = lookahead(chances, past, latency, rate, torch.tensor(offered), room, self.block)
+            chosen = [length] * len(mine)
+        return _pruned(draft, mine, chosen)
+
+    def _per_row(self, chances, past, curve, rate, offered: list[int], room: list[int]) -> list[int]:
+        """Each row's own length. What the other rows will send is expected from earlier rounds: their drafts of this one must not
+        depend on each other's order."""
+        others, chosen = (self.rows - 1) * (1 + sum(self.throttle.history.survival())), []
+        for j, (n, most) in enumerate(zip(offered, room)):
+            one = chances[j : j + 1], past, lambda tokens: curve(others + tokens), rate
+            chosen.append(lookahead(*one, torch.tensor([n]), [most], self.block))
+        return chosen
+
+    def _padded_latency(self, draft, curve, mine: list[int]):
+        """Seconds by the tokens of the rows `mine`, in a forward as wide as its longest row, copies included."""
+        copied = max((n for n, source in zip(draft.lengths, draft.sources) if source != "drafter"), default=0)
+        return lambda tokens: curve(self.rows * max(tokens / len(mine), 1 + copied))
+
+    def allot(self, draft) -> list[int]:
+        """Drafts to verify of each row, [A], by DSpark's Algorithm 1 (arXiv 2607.05147) over the confidences as they are; without
+        a confidence head, over what became of earlier drafts. Copies stay."""
+        mine = _drafted(draft)
+        if not mine:
+            return draft.lengths
+        offered, width = [draft.lengths[i] for i in mine], draft.tokens.shape[1]
+        if draft.confidence is None:
+            past = self.throttle.history.conditional()
+            chances = torch.tensor([(past + past[-1:] * width)[:width]] * len(mine))
+        else:
+            chances = draft.confidence[mine].sigmoid()
+            self._chances = [row[:n] or [0.0] for row, n in zip(chances.tolist(), offered)]
+        curve = self.cost.curve(self.rows, self.context, drafts=self.block).isotonic()
+        latency = self._padded_latency(draft, curve, mine)
+        if self.packed:
+            others = sum(1 + n for n, source in zip(draft.lengths, draft.sources) if source != "drafter")
+            latency = lambda tokens: curve(others + tokens)  # noqa: E731
+        return _pruned(draft, mine, algorithm1(chances, latency, torch.tensor(offered), padded=not self.packed).tolist())
 
     def tree_size(self, trees: list) -> int:
         """Nodes of each row's tree worth verifying, from the drafter's own probabilities of the paths, corrected by how many were
@@ -242,8 +273,8 @@ class Policy:
 
     # ------------------------------------------------------------------ measurements
 
-    def observe(self, draft, verified: list[int], accepted: list[int], fed: int, draft_seconds, verify_seconds) -> None:
-        """Learn from a round: `verified`, `accepted` [A] drafts; the target was fed `fed` tokens per row."""
+    def observe(self, draft, verified: list[int], accepted: list[int], fed: float, draft_seconds, verify_seconds) -> None:
+        """Learn from a round: `verified`, `accepted` [A] drafts; the target was fed `fed` tokens per row on average."""
         self.cost.record_verify(verify_seconds, self.rows * fed, self.rows, self.context)
         mine, stages = _drafted(draft), max(draft.stages, default=1)
         drafted = draft.parents is not None or bool(mine)
@@ -251,9 +282,7 @@ class Policy:
         self._observe_shape(draft, accepted, spent + self.cost.verify_seconds(self.rows * fed, self.rows, self.context))
         if draft.parents is not None:
             return self._observe_draft_time(draft_seconds, stages, self.block)
-        for source, match, n, a in zip(draft.sources, draft.matches, verified, accepted):
-            if match:
-                self.copying[source].observe(match, n, a)
+        self.plain_rounds += fed == 1 and not mine
         if not mine:
             self._plain[self.rows] += fed == 1
         else:
@@ -268,6 +297,16 @@ class Policy:
                 self.throttle.observe(hits, ours)
         if self.loops and len(mine) == len(verified):
             self._observe_stages(draft, verified, accepted, stages, fed)
+
+    def observe_copies(self, copies: list[tuple], committed: list[list[int]]) -> None:
+        """Learn what copies are worth from what the rows said instead, `committed` [A]: a copy needn't be verified for that.
+
+        A committed token follows the target's law, so it equals a copied one as often as that would be accepted.
+        """
+        for (copy, source), tokens in zip(copies, committed, strict=True):
+            judged = min(len(copy.tokens), len(tokens))
+            right = next((k for k in range(judged) if copy.tokens[k] != tokens[k]), judged)
+            self.copying[source].observe(copy.match, judged, right)
 
     def _observe_draft_time(self, seconds: float, stages: int, drafts: int) -> None:
         """A later stage extends no context from the target, so it has a time of its own."""
@@ -304,9 +343,11 @@ class Policy:
         accepted = ", ".join(f"{c:.2f}" for c in chances) if drafted else "not measured yet"
         text = (
             f"{self.plain_rounds} of {self.rounds} rounds were plain steps. Measured in this call and those before it, for "
-            f"{rows} row{'s' * (rows != 1)}: a plain step {plain}, a draft {draft}, chances of drafts 1, 2, ... once those "
-            f"before are accepted {accepted}."
+            f"{rows} row{'s' * (rows != 1)}: a plain step {plain}"
         )
+        if self.block:
+            text += f", a draft {draft}, chances of drafts 1, 2, ... once those before are accepted {accepted}"
+        text += "."
         if self.loops and self.block and drafted:
             chance = self.break_even(1) / self.rows
             pays = f"pays from a chance of {chance:.2f} on that the first is accepted whole" if chance < 1 else "never pays"
@@ -320,6 +361,14 @@ def stage_scores(draft, block: int) -> torch.Tensor | None:
     """Summed log-probability [A, S] of every whole stage, None without one."""
     whole = draft.log_q.shape[1] // block if block else 0
     return draft.log_q[:, : whole * block].unflatten(1, (whole, block)).sum(-1) if whole else None
+
+
+def _pruned(draft, rows: list[int], chosen: list[int]) -> list[int]:
+    """The draft's lengths, those of `rows` cut to what was `chosen`."""
+    lengths = list(draft.lengths)
+    for i, n in zip(rows, chosen, strict=True):
+        lengths[i] = min(lengths[i], n)
+    return lengths
 
 
 def _drafted(draft) -> list[int]:

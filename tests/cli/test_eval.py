@@ -69,6 +69,24 @@ def test_results_that_exist_are_replaced_on_request_alone(world, tmp_path):
     assert "exists already" in call(*given).output and call(*given, "--overwrite").exit_code == 0
 
 
+def test_copies_are_measured_alone_and_beside_the_drafter(world, tmp_path):
+    target, drafter, prompts = world
+    result = call(
+        "eval", target, "--drafter", drafter, "--prompts", prompts, "--limit", 2, "--max-new-tokens", 24, "--out",
+        tmp_path / "eval.json", "--methods", "plain,lookup,copy,stock,own,own+copy",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    found = {r["method"]: r for r in json.loads((tmp_path / "eval.json").read_text())["results"]}
+    assert list(found) == ["plain", "lookup[tokens=5]", "copy", "stock", "own", "own+copy"]
+    assert all(r.get("same_text", 1.0) == 1.0 for r in found.values())
+    assert found["own"]["sources"].keys() <= {"drafter", "none"}
+    assert "drafter" not in found["copy"]["sources"] and not found["copy"]["conditional_acceptance"]
+    for method in ("copy", "own+copy"):
+        sources = found[method]["sources"]
+        assert sum(s["rounds"] for s in sources.values()) == found[method]["rounds"]
+        assert (f"words, 0, {method}: " in result.output.replace("\n", " ")) == ("copy" in sources)
+
+
 def test_what_cannot_be_run_is_said(world):
     target, drafter, prompts = world
     assert "needs a drafter" in call("eval", target, "--prompts", prompts).output

@@ -115,7 +115,7 @@ def test_training_writes_drafters_that_load_and_draft(world, data):
     call(*eagle, folder / "fourth" / "final", "--output", folder / "sixth", "--learning-rate", 0)
     assert torch.equal(AutoDrafter.from_pretrained(str(folder / "sixth" / "final")).fc.weight, start)
     assert "--init-from target was given with --method eagle3" in refused(*eagle, "target", "--output", folder / "no")
-    starts = {"fifth": [], "sixth": ["--init-from", "target"], "seventh": ["--init-from", folder / "fifth" / "final"]}
+    starts = {"head": [], "head2": ["--init-from", "target"], "head3": ["--init-from", folder / "head" / "final"]}
     for name, start in starts.items():
         call(*common, "--output", folder / name, "--method", "mtp", *start)
         heads = AutoDrafter.from_pretrained(str(folder / name / "final"))

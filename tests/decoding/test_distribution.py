@@ -2,14 +2,20 @@
 
 import functools
 import itertools
+import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import tiny
 import torch
 from oracles import chi_square
 
-from hf_dspark import SpeculationConfig
+from hf_dspark import CopyDrafter, CopyMemory, SpeculationConfig
+from hf_dspark.decoding import loop
+from hf_dspark.decoding.generate import listening
+from hf_dspark.drafting import copies
+from hf_dspark.scheduling.policy import Policy
 from hf_dspark.verification import chain
 
 V, PROMPT, NEW, LIMIT = 5, [1, 3, 2, 4], 4, 3.72  # a normal score beyond LIMIT has probability 1e-4
@@ -72,6 +78,63 @@ def test_with_other_drafters_thresholds_and_stages(kind):
 
 def test_match_does_too():
     assert score(2000, "match", temperature=2.0) < LIMIT
+
+
+@functools.cache
+def common_text() -> list[int]:
+    """A likely text: copies of it are accepted as often as not."""
+    best = max(law(), key=law().get)
+    return [*PROMPT, *best]
+
+
+def with_memory(kind):
+    """The drafter with a memory to copy from, or one that only copies."""
+    texts = CopyMemory(min_match=2, learns=False)
+    texts.add(common_text())
+    ours = CopyDrafter() if kind == "copies alone" else drafter("markov")
+    ours.copy_memory = texts
+    return ours
+
+
+class Chance(Policy):
+    """Every row copies, drafts or does neither by chance."""
+
+    def choose(self, copies, scheduled):
+        lengths = [random.randint(0, len(copy.tokens)) for copy, _ in copies]
+        return lengths, 0 if all(lengths) else random.choice([0, self.block])
+
+
+@pytest.mark.parametrize("kind", ["copies alone", "beside a drafter"])
+@pytest.mark.parametrize("verification", ["ratio", "block", "match"])
+@pytest.mark.parametrize("knobs", [dict(copy=2), dict(copy="auto"), dict(copy="auto", scheduler="auto")], ids=str)
+def test_copies_follow_the_targets_law(verification, kind, knobs):
+    ours = with_memory(kind)
+    random.seed(5)
+    try:
+        with listening(policy=Chance(ours.config.max_block, 1)):
+            out = target().generate(
+                torch.tensor([PROMPT] * 2000), assistant_model=ours, do_sample=True, max_new_tokens=NEW, top_k=0,
+                eos_token_id=None, speculation=SpeculationConfig(verification=verification, seed=7, **knobs),
+            )  # fmt: skip
+    finally:
+        ours.copy_memory = None
+    sources = ours.last_speculation.by_source
+    copied = [sources[s] for s in ("memory", "copy") if s in sources]
+    assert 0.05 < sum(s["accepted"] for s in copied) / sum(s["verified"] for s in copied) < 0.95
+    assert abs(chi_square(Counter(map(tuple, out[:, len(PROMPT) :].tolist())), law())) < LIMIT
+
+
+def test_the_test_sees_a_copy_that_is_taken_for_a_draw_of_the_drafter(monkeypatch):
+    """A copy's law is one-hot; under the drafter's own it would be accepted too often."""
+    right = copies.with_copies
+
+    def wrong(draft, offered, lengths, room):
+        out = right(draft, offered, lengths, room)
+        return replace(out, q=None if out.q is None else torch.full_like(out.q, 1 / V))
+
+    monkeypatch.setattr(loop, "with_copies", wrong)
+    with pytest.raises(AssertionError):
+        test_copies_follow_the_targets_law("ratio", "beside a drafter", dict(copy="auto"))
 
 
 def test_the_test_sees_a_wrong_residual(monkeypatch):

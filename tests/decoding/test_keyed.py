@@ -3,16 +3,18 @@
 import copy
 import functools
 import random
+from collections import Counter
 
 import pytest
 import tiny
 import torch
 from transformers import GenerationConfig
 
-from hf_dspark import SpeculationConfig, keyed_processors
+from hf_dspark import CopyMemory, SpeculationConfig, keyed_processors
 from hf_dspark.verification.probabilities import KeyedNoise
 
 NEW = 7
+LATEST: list = [None]  # statistics of the latest configuration
 DRAFTERS = {
     "none": dict(correction_head="none", confidence_with_markov=False),
     "markov": dict(),
@@ -68,6 +70,8 @@ def draw(seed: int):
         confidence_threshold=r.choice([0.0, 0.0, 0.3, 0.6]) if kind in DRAFTERS else 0.0,
         loop_gate=r.choice([None, None, -1.0, -1e9]),
         max_draft_stages=r.choice([1, 2, 3]),
+        scheduler=r.choice([None, None, "auto"]),
+        copy=r.choice([None, 3, "auto"]),
     )
     return prompts, kind, r.random() < 0.3, options, knobs
 
@@ -83,6 +87,17 @@ def keyed(prompts, options, seed, **extra):
     return out[:, width:].tolist()
 
 
+def memory_of(seed: int, texts) -> CopyMemory | None:
+    """For half of the configurations: what will be sampled, with wrong tokens in it, so that copies are right and wrong."""
+    r = random.Random(-seed - 1)
+    if r.random() < 0.5:
+        return None
+    memory = CopyMemory(min_match=1, learns=False)
+    for text in texts:
+        memory.add([t if r.random() < 0.7 else r.randrange(tiny.V) for t in text])
+    return memory
+
+
 def check(seed: int) -> tuple[int, int]:
     """Compares one configuration; returns drafts accepted and verified."""
     prompts, kind, reduced, options, knobs = draw(seed)
@@ -92,11 +107,12 @@ def check(seed: int) -> tuple[int, int]:
     else:
         ours = drafter(kind, reduced)
     batch = tiny.padded(prompts)
+    ours.copy_memory = memory_of(seed, [p.tolist() + new for p, new in zip(prompts, expected)])
     out = target().generate(
         **batch, **options, do_sample=True, max_new_tokens=NEW, assistant_model=ours, speculation=knobs
     )
     assert out[:, batch["input_ids"].shape[1] :].tolist() == expected, f"seed {seed}: {kind}, {options}, {knobs}"
-    stats = ours.last_speculation
+    stats = LATEST[0] = ours.last_speculation
     return sum(map(sum, stats.accepted_lengths)), sum(map(sum, stats.draft_lengths))
 
 
@@ -105,6 +121,16 @@ def test_random_configurations(part):
     counts = [check(seed) for seed in range(20 * part, 20 * part + 20)]
     accepted, verified = map(sum, zip(*counts))
     assert 0.05 < accepted / verified < 0.95, "drafts are right and wrong"
+
+
+def test_the_configurations_accept_and_reject_copies_of_both_sources():
+    sources: Counter = Counter()
+    for seed in range(40):
+        check(seed)
+        for name, counts in LATEST[0].by_source.items():
+            sources.update({(name, "accepted"): counts["accepted"], (name, "verified"): counts["verified"]})
+    for name in ("copy", "memory", "drafter"):
+        assert 0 < sources[name, "accepted"] < sources[name, "verified"], name
 
 
 @pytest.mark.long

@@ -168,6 +168,28 @@ class Withdrawing(Policy):
         return [(n if score > -0.9 else n - 1) * self.block for score, n in zip(last, draft.stages)]
 
 
+class Packed(Policy):
+    """Each row has a length of its own."""
+
+    def begin(self, rows, context):
+        super().begin(rows, context, packed=True)
+
+
+class Algorithm1(Policy):
+    prune = Policy.allot
+
+
+class PackedAlgorithm1(Packed):
+    prune = Policy.allot
+
+
+class WrongAlgorithm1(PackedAlgorithm1):
+    """WRONG: puts rows in order by what was drawn."""
+
+    def prune(self, draft):
+        return [n - 1 if n and draft.tokens[i, n - 1] else n for i, n in enumerate(super().prune(draft))]
+
+
 def policy_of(rows, block, kind, stage_seconds, token_seconds):
     """It has seen nine drafts in ten accepted; a step of one token takes 1 s, each further one `token_seconds`, or the first
     much and all further ones little."""
@@ -237,7 +259,20 @@ def test_the_worlds_above_hold_rounds_of_every_kind(world, gate):
     assert any(0 < min(lengths) and max(lengths) < max(stages) * block for stages, lengths in seen), "pruned"
 
 
-@pytest.mark.parametrize("wrong", [StageAware, Withdrawing])
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("gate", ["static", "static, first draft dear"])
+@pytest.mark.parametrize("kind", [Packed, Algorithm1, PackedAlgorithm1])
+def test_lengths_row_by_row_and_by_algorithm_1_give_the_targets_law(world, gate, kind, verifier):
+    assert all(bias(world, gate, seed, kind) < 1e-12 for seed in SEEDS)
+
+
+def test_rows_have_lengths_of_their_own_where_the_forward_is_packed():
+    for kind in (Packed, PackedAlgorithm1):
+        seen = [lengths for seed in SEEDS for _, lengths in decided("2 rows of 2 stages of 2", "static", seed, kind).values()]
+        assert any(0 < min(lengths) < max(lengths) for lengths in seen), kind
+
+
+@pytest.mark.parametrize("wrong", [StageAware, Withdrawing, WrongAlgorithm1])
 def test_rules_that_look_at_what_they_withdraw_are_biased_but_under_match(wrong, verifier):
     errors = [bias("1 row of 4 stages of 1", "static", seed, wrong) for seed in range(4)]
     assert max(errors) < 1e-12 if verifier == "match" else max(errors) > 1e-3

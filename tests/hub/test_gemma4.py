@@ -5,11 +5,13 @@ import json
 import pytest
 import tiny
 import torch
+import transformers
 from golden import drafter_folder, edited_drafter, load_drafter, load_target
+from packaging.version import Version
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModel
 
-from hf_dspark import AutoDrafter, Eagle3Config
+from hf_dspark import AutoDrafter, Eagle3Config, SpeculationConfig
 from hf_dspark.hub import borrow, export
 from hf_dspark.hub.formats import detect
 
@@ -135,3 +137,45 @@ def test_a_borrowed_embedding_is_scaled_once(tmp_path):
     drafter.save_pretrained(tmp_path)
     again = AutoDrafter.from_pretrained(tmp_path, target=target)
     torch.testing.assert_close(drafts(again), before, atol=1e-5, rtol=1e-5)
+
+
+# ---------------------------------------------------------------------- targets
+
+TARGETS = {
+    "keys are values": dict(attention_k_eq_v=True),
+    "layers that read another's keys, embeddings per layer": dict(
+        attention_k_eq_v=False, num_kv_shared_layers=2, hidden_size_per_layer_input=6, vocab_size_per_layer_input=tiny.V,
+    ),
+    "experts": dict(
+        attention_k_eq_v=False, enable_moe_block=True, num_experts=3, top_k_experts=2, moe_intermediate_size=8,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", TARGETS.values(), ids=TARGETS)
+def test_every_family_writes_a_gemma4_targets_plain_text(options):
+    rope = {
+        "full_attention": {"rope_type": "proportional", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+    }
+    shape = dict(
+        num_key_value_heads=2, num_global_key_value_heads=1, head_dim=8, global_head_dim=12, hidden_size_per_layer_input=0,
+        num_kv_shared_layers=0, sliding_window=4, rope_parameters=rope, num_hidden_layers=4,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    )  # fmt: skip
+    target = tiny.make_target("gemma4_text", **{**shape, **options})
+    batch = tiny.padded([torch.tensor(p) for p in ([3, 4, 5, 6, 7, 8, 9], [8, 3], [5, 5, 4, 7])])
+    args = dict(max_new_tokens=14, do_sample=False)
+    plain = target.generate(**batch, **args)
+    for make in (tiny.make_drafter, tiny.make_eagle3, tiny.make_mtp):
+        for speculation in (SpeculationConfig(), SpeculationConfig(tree="auto", tree_budget=6)):
+            assert torch.equal(target.generate(**batch, **args, assistant_model=make(target), speculation=speculation), plain)
+    if Version(transformers.__version__) < Version("5.18"):
+        return  # no stock engine
+    alone, stock = dict(input_ids=batch["input_ids"][:1]), SpeculationConfig(engine="stock")
+    for drafter in (tiny.make_drafter(target), tiny.make_drafter(target, target_layer_ids=[0, 2])):
+        if options.get("num_kv_shared_layers") and 2 in drafter.config.target_layer_ids:
+            with pytest.raises(ValueError, match="from 2 on for the last token alone.*engine='own'"):
+                target.generate(**alone, **args, assistant_model=drafter, speculation=stock)
+        else:
+            assert torch.equal(target.generate(**alone, **args, assistant_model=drafter, speculation=stock), plain[:1])

@@ -10,7 +10,7 @@ from tiny_heads import CARRIERS, make_heads, save_carrier
 from transformers import AutoModelForCausalLM
 from transformers.generation import GenerationConfig
 
-from hf_dspark import AutoDrafter, MTPDrafter, SpeculationConfig
+from hf_dspark import AutoDrafter, EngineRequest, MTPDrafter, SpeculationConfig, SpeculativeEngine
 from hf_dspark.hub import export
 
 PROMPTS = [[3, 4, 5, 6, 7], [8, 3, 9], [5, 5, 4, 7], [11, 10, 9, 8, 7, 6]]
@@ -223,3 +223,34 @@ def test_heads_of_gated_attention_and_zero_centred_norms_are_built(model_type, t
         norm.weight.zero_()
         x = torch.randn(1, 32, dtype=torch.float64)
         torch.testing.assert_close(norm(x).pow(2).mean(), torch.tensor(1.0, dtype=torch.float64), atol=1e-3, rtol=0)
+
+
+# ---------------------------------------------------------------------- trees, and rows that come and go
+
+
+@pytest.mark.parametrize("name", ["glm, one head", "glm, three heads"])
+def test_heads_make_trees_of_a_chain_drafter(name, tmp_path):
+    target = save_carrier(name, tmp_path)
+    drafter = AutoDrafter.from_target(target, **({"chain_length": 3} if "one" in name else {}))
+    plain = greedy(target, PROMPTS)
+    for tree in ("eagle2", "auto"):
+        knobs = SpeculationConfig(tree=tree, tree_budget=6)
+        assert greedy(target, PROMPTS, assistant_model=drafter, speculation=knobs) == plain
+        assert max(map(max, drafter.last_speculation.draft_lengths)) == 6
+    with pytest.raises(ValueError, match="drafts token by token.*eagle2"):
+        greedy(target, PROMPTS, assistant_model=drafter, speculation=SpeculationConfig(tree="ddtree"))
+
+
+@pytest.mark.parametrize("shared", [None, 2])
+def test_an_engine_admits_and_retires_rows_of_heads(tmp_path, shared):
+    target = save_carrier("glm, three heads", tmp_path)
+    prompts = [*PROMPTS, [*PROMPTS[0], 3, 9, 4]]
+    drafter, plain = AutoDrafter.from_target(target), [greedy(target, [p])[0] for p in prompts]
+    lengths = (24, 7, 15, 24, 20)
+    requests = [
+        EngineRequest(input_ids=p, key=i, options=dict(max_new_tokens=n, eos_token_id=None, do_sample=False))
+        for i, (p, n) in enumerate(zip(prompts, lengths, strict=True))
+    ]
+    found = SpeculativeEngine(target, drafter, max_rows=2, shared_prefix=shared).generate(requests)
+    assert [result.error for result in found] == [None] * 5
+    assert [result.tokens for result in found] == [text[:n] for text, n in zip(plain, lengths, strict=True)]

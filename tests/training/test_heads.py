@@ -14,6 +14,7 @@ from tiny_training import make_trainer, rows, weights
 
 from hf_dspark import MTPDrafter
 from hf_dspark.training import ChatDataset, DecodeCheck, init_mtp, new_mtp
+from hf_dspark.training.anchors import Step
 
 CHECKPOINTING = next(n for n in ("activation_checkpointing", "gradient_checkpointing") if hasattr(TrainingArguments, n))
 
@@ -57,8 +58,8 @@ def test_the_loss_of_a_step_equals_a_slow_twin(tmp_path, target, heads, stages, 
     drafter = make_mtp(target, heads=heads, chain_length=3)
     data = ChatDataset([{"input_ids": r["input_ids"], "prompt_len": n} for r, n in zip(rows(3), (1, 3, 4))])
     trainer = make_trainer(tmp_path, drafter, target, data, num_anchors=100, pack=pack, max_length=30)
-    trainer.stage_override = stages
-    fast = trainer.compute_loss(drafter.train(), trainer.data_collator([data[i] for i in range(3)]))
+    batch = trainer.data_collator([data[i] for i in range(3)])
+    fast = trainer.compute_loss(drafter.train(), {**batch, "step": Step(stages)})
     torch.testing.assert_close(fast.detach(), slow_loss(drafter, target, data.examples, stages), rtol=1e-6, atol=0)
 
 
