@@ -43,20 +43,22 @@ def section(title: str, command, level: int = 2) -> str:
     if nested := getattr(command, "commands", {}):
         parts += [section(f"{title} {name}", item, level + 1) for name, item in nested.items()]
     else:
-        usage = " ".join(command.collect_usage_pieces(ctx))
+        usage = re.sub(r"[{\[]([a-z]+)[}\]]", lambda m: m[0].upper().strip("{}"), " ".join(command.collect_usage_pieces(ctx)))
         rows = [parameter(item) for item in command.params]
         parts += [f"```\n{title} {usage}\n```", table(rows)]
     return "\n\n".join(part for part in parts if part)
+
+
+def row(action) -> tuple[str, str, str]:
+    names = ", ".join(name for name in action.option_strings if "_" not in name)
+    return names or action.dest.upper(), shown(action.default), (action.help or "").replace("%%", "%")
 
 
 def training(title: str) -> str:
     parser = make_parser()
     parts = [f"## {title}", parser.description, f"```\n{parser.usage}\n```"]
     for group in reversed(parser._action_groups):
-        rows = [
-            (", ".join(o for o in action.option_strings if "_" not in o) or action.dest.upper(), shown(action.default), (action.help or "").replace("%%", "%"))
-            for action in group._group_actions
-        ]
+        rows = [row(action) for action in group._group_actions]
         if rows:
             parts += [f"### {title}: {group.title}", table(rows)]
     return "\n\n".join([*parts, cell(parser.epilog)])

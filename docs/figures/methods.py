@@ -1,7 +1,7 @@
 """The figures of the method pages: what a drafter's slots may look at, and the timeline of a round."""
 
 import numpy as np
-from style import BLUE, GREEN, GREY, LIGHT, ORANGE, PURPLE, SKY, YELLOW, arrow, box, canvas, plt, save
+from style import BLUE, GREEN, GREY, LIGHT, ORANGE, SKY, YELLOW, arrow, box, canvas, plt, save
 
 
 def mask(axes, allowed, rows, columns, colors, title):
@@ -106,7 +106,7 @@ def timeline():
 
 
 def dloop():
-    figure, axes = canvas(7.6, 3.6, (0, 15.2), (0, 7.2))
+    figure, axes = canvas(6.4, 3.6, (0, 12.6), (0, 7.2))
     axes.text(0.2, 6.8, "Three stages before one verification", fontsize=10)
     sees = ["target's states", "target's states\n+ own states of stage 1", "target's states\n+ own states of stages 1, 2"]
     for s in range(3):
