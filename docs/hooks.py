@@ -7,6 +7,7 @@ import griffe
 from mkdocs.exceptions import PluginError
 
 SOURCE = Path("build/docs-source")
+LINK = re.compile(r"(?<!!)\[(?P<text>[^\]]+)\]\((?P<path>\.\./[^)#\s]+)\)")
 OPTIONAL = {"copies.md", "trees.md", "compiled.md"}  # shown where they exist
 
 
@@ -17,6 +18,17 @@ def on_config(config):
             section[title] = [page for page in pages if _exists(page, docs)]
     _check_public_names(docs)
     return config
+
+
+def on_page_markdown(markdown, page, config, files):
+    """A link to a file of the checkout outside docs/ serves those who read it there; on the site its text remains."""
+    docs = Path(config.docs_dir).resolve()
+
+    def plain(match):
+        path = (docs / page.file.src_uri).parent.joinpath(match["path"]).resolve()
+        return match["text"] if path.exists() and docs not in path.parents else match[0]
+
+    return LINK.sub(plain, markdown)
 
 
 def _exists(page, docs: Path) -> bool:
