@@ -1,4 +1,4 @@
-"""A drafter's block, or its recursion, as a tree per row: built, kept inside the room, continued by further stages and copies."""
+"""A drafter's block, or its recursion, as a tree per row: built, kept inside the room, continued by stages and copies."""
 
 from collections.abc import Callable
 

@@ -19,8 +19,8 @@ class Round(NamedTuple):
     """One round of one row.
 
     `verified` drafts the target looked at, `accepted` of them kept, `emitted` tokens (bonus included), `stages` drafting
-    stages, `reach` the most it could accept where that isn't all that was verified (a tree's depth). A round cut by a stop token or
-    the budget has no bonus and counts as verified only what came before the cut.
+    stages, `reach` the most it could accept where that isn't all that was verified (a tree's depth). A round cut by a stop token
+    or the budget has no bonus and counts as verified only what came before the cut.
     """
 
     verified: int

@@ -9,9 +9,9 @@ from hf_dspark import SpeculationConfig
 from hf_dspark.decoding import loop
 from hf_dspark.decoding.generate import listening
 from hf_dspark.decoding.loop import DecodeLoop
-from hf_dspark.scheduling.policy import Policy
 from hf_dspark.drafting.proposer import Proposer
 from hf_dspark.drafting.tree_drafts import propose_trees
+from hf_dspark.scheduling.policy import Policy
 
 ACCEPT = [0, 3, 7, 1]
 NEW = 24

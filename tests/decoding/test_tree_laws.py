@@ -183,8 +183,8 @@ def law():
 
 def score(rows, **knobs):
     out = target().generate(
-        torch.tensor([PROMPT] * rows), assistant_model=drafter(), do_sample=True, max_new_tokens=NEW, top_k=0, eos_token_id=None,
-        speculation=SpeculationConfig(seed=3, **knobs),
+        torch.tensor([PROMPT] * rows), assistant_model=drafter(), do_sample=True, max_new_tokens=NEW, top_k=0,
+        eos_token_id=None, speculation=SpeculationConfig(seed=3, **knobs),
     )  # fmt: skip
     assert 0.05 < drafter().last_speculation.acceptance_rate < 0.95
     return chi_square(Counter(map(tuple, out[:, len(PROMPT) :].tolist())), law())

@@ -3,7 +3,7 @@
     python tests/experiments/trees.py --tiny                                 seconds, a random pair that shows nothing
     python tests/experiments/trees.py --texts gsm8k.jsonl humaneval.jsonl    SmolLM2 and the drafter of model_cards/
 
-Tokens per round (tau) come from the real decode loop. Speed is modelled, so that it doesn't depend on this machine's other work: a
+Tokens per round (tau) come from the real decode loop. Speed is modelled, so that it doesn't depend on this machine's load: a
 round costs one verification and one drafting stage. "GPU" has the figures of DLoop (arXiv 2610.07659), where a verification
 takes 22.45 ms whatever its size and a stage 3.90 ms; "CPU" has those of SmolLM2-135M in bfloat16 on one core.
 """
