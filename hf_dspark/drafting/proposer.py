@@ -7,6 +7,7 @@ import torch
 
 from hf_dspark.modeling import SpeculationConfig
 from hf_dspark.verification.chain import Noise
+from hf_dspark.verification.noise import real_dtype
 from hf_dspark.verification.probabilities import Scorer
 
 from .draft import Draft
@@ -215,9 +216,10 @@ class Proposer:
         tokens, log_q = torch.stack(tokens, 1), torch.stack(log_qs, 1)
         lengths = self._cut(tokens, confidences, room, sampling)
         ended = _stops(tokens, sampling).any(1)
-        facts = [lengths.double(), ended.double()]
+        real = real_dtype(tokens.device)
+        facts = [lengths.to(real), ended.to(real)]
         if self.gate is not None:
-            facts.append(log_q.double().sum(1))
+            facts.append(log_q.to(real).sum(1))
         lengths, ended, *sums = torch.stack(facts).tolist()
         lengths = [int(n) for n in lengths]
         whole = [n == self.block and not end for n, end in zip(lengths, ended)]
