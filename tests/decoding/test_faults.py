@@ -3,6 +3,9 @@
 import copy
 import gc
 import inspect
+import os
+import subprocess
+import sys
 import threading
 import weakref
 
@@ -302,3 +305,47 @@ def test_threads_share_a_target_with_the_stock_engine(llama):
         thread.join()
     assert not errors
     assert [outputs[i][0].tolist() for i in range(4)] == llama.texts
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning")
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_target_compiled_in_several_graphs_writes_the_same(fresh_target, llama, rows):
+    batch = one(llama) if rows == 1 else llama.padded()
+    fresh_target.forward = torch.compile(fresh_target.forward, dynamic=True, backend="eager")
+    assert run(fresh_target, batch, tiny.good(llama.texts)).equal(expected(llama, batch))
+
+
+RANK = """
+import sys
+import torch
+import torch.distributed as dist
+import tiny
+
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
+case = tiny.load_case("llama")
+case.target.model.norm.register_forward_hook(lambda *_: dist.all_reduce(torch.zeros(1)))
+try:
+    drafter = tiny.make_drafter(case.target)
+    case.target.generate(
+        case.prompts[0][None], assistant_model=drafter, max_new_tokens=(24, 5)[rank], do_sample=False, synced_gpus=True
+    )
+except ValueError as error:
+    assert "synced_gpus=False" in str(error)
+    print("refused")
+"""
+
+
+def test_two_processes_that_share_collectives_do_not_wait_for_each_other(tmp_path):
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([os.path.dirname(tiny.__file__), *sys.path])}
+    call = [sys.executable, "-c", RANK]
+    ranks = [
+        subprocess.Popen([*call, str(rank), str(tmp_path / "store")], env=env, stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    try:
+        said = [rank.communicate(timeout=90)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert said == ["refused\n"] * 2
