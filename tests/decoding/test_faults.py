@@ -12,7 +12,8 @@ import weakref
 import pytest
 import tiny
 import torch
-from transformers import Cache, DynamicCache
+from transformers import Cache, DynamicCache, StoppingCriteria, StoppingCriteriaList
+from transformers.cache_utils import DynamicLayer
 
 from hf_dspark import DSparkConfig, SpeculationConfig
 from hf_dspark.decoding.cache import RaggedLayer, TargetCache
@@ -349,3 +350,44 @@ def test_two_processes_that_share_collectives_do_not_wait_for_each_other(tmp_pat
         for rank in ranks:
             rank.kill()
     assert said == ["refused\n"] * 2
+
+
+def bytes_of(monkeypatch, call):
+    """Most bytes of key-value buffers alive at once, seen after every update of a layer."""
+    most, updates = 0, [(RaggedLayer, RaggedLayer.update), (DynamicLayer, DynamicLayer.update)]
+    with monkeypatch.context() as patch:
+        born = weakref.WeakSet()
+        for cls, update in updates:
+
+            def recording(self, *args, update=update, **kwargs):
+                nonlocal most
+                out = update(self, *args, **kwargs)
+                born.add(self)
+                held = [getattr(layer, "buffer", layer) for layer in born]
+                most = max(most, sum(t.untyped_storage().nbytes() for x in held for t in (x.keys, x.values)))
+                return out
+
+            patch.setattr(cls, "update", recording)
+        call()
+    return most
+
+
+def test_rows_that_end_one_after_another_hold_little_more_than_plain_generation(llama, monkeypatch, no_collector):
+    prompts = [torch.randint(3, tiny.V - 1, (60,), generator=torch.Generator().manual_seed(i)) for i in range(16)]
+    batch = tiny.padded(prompts)
+    places = {tuple(p.tolist()): i for i, p in enumerate(prompts)}
+
+    class Ends(StoppingCriteria):
+        row_wise = True
+
+        def __call__(self, input_ids, scores, **kwargs):
+            rows = [places[tuple(ids[:60].tolist())] for ids in input_ids]
+            return torch.tensor([input_ids.shape[1] - 60 >= 3 * (i + 1) for i in rows])
+
+    def call(drafter):
+        return run(llama.target, batch, drafter, new=60, stopping_criteria=StoppingCriteriaList([Ends()]), pad_token_id=0)
+
+    texts = call(None).tolist()
+    plain = bytes_of(monkeypatch, lambda: call(None))
+    ours = bytes_of(monkeypatch, lambda: call(tiny.always_wrong(texts)))
+    assert ours < 1.5 * plain
