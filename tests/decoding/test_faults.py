@@ -3,13 +3,17 @@
 import copy
 import gc
 import inspect
+import os
+import subprocess
+import sys
 import threading
 import weakref
 
 import pytest
 import tiny
 import torch
-from transformers import Cache, DynamicCache
+from transformers import Cache, DynamicCache, StoppingCriteria, StoppingCriteriaList
+from transformers.cache_utils import DynamicLayer
 
 from hf_dspark import DSparkConfig, SpeculationConfig
 from hf_dspark.decoding.cache import RaggedLayer, TargetCache
@@ -302,3 +306,88 @@ def test_threads_share_a_target_with_the_stock_engine(llama):
         thread.join()
     assert not errors
     assert [outputs[i][0].tolist() for i in range(4)] == llama.texts
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning")
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_target_compiled_in_several_graphs_writes_the_same(fresh_target, llama, rows):
+    batch = one(llama) if rows == 1 else llama.padded()
+    fresh_target.forward = torch.compile(fresh_target.forward, dynamic=True, backend="eager")
+    assert run(fresh_target, batch, tiny.good(llama.texts)).equal(expected(llama, batch))
+
+
+RANK = """
+import sys
+import torch
+import torch.distributed as dist
+import tiny
+
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
+case = tiny.load_case("llama")
+case.target.model.norm.register_forward_hook(lambda *_: dist.all_reduce(torch.zeros(1)))
+try:
+    drafter = tiny.make_drafter(case.target)
+    case.target.generate(
+        case.prompts[0][None], assistant_model=drafter, max_new_tokens=(24, 5)[rank], do_sample=False, synced_gpus=True
+    )
+except ValueError as error:
+    assert "synced_gpus=False" in str(error)
+    print("refused")
+"""
+
+
+def test_two_processes_that_share_collectives_do_not_wait_for_each_other(tmp_path):
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([os.path.dirname(tiny.__file__), *sys.path])}
+    call = [sys.executable, "-c", RANK]
+    ranks = [
+        subprocess.Popen([*call, str(rank), str(tmp_path / "store")], env=env, stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    try:
+        said = [rank.communicate(timeout=90)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert said == ["refused\n"] * 2
+
+
+def bytes_of(monkeypatch, call):
+    """Most bytes of key-value buffers alive at once, seen after every update of a layer."""
+    most, updates = 0, [(RaggedLayer, RaggedLayer.update), (DynamicLayer, DynamicLayer.update)]
+    with monkeypatch.context() as patch:
+        born = weakref.WeakSet()
+        for cls, update in updates:
+
+            def recording(self, *args, update=update, **kwargs):
+                nonlocal most
+                out = update(self, *args, **kwargs)
+                born.add(self)
+                held = [getattr(layer, "buffer", layer) for layer in born]
+                most = max(most, sum(t.untyped_storage().nbytes() for x in held for t in (x.keys, x.values)))
+                return out
+
+            patch.setattr(cls, "update", recording)
+        call()
+    return most
+
+
+def test_rows_that_end_one_after_another_hold_little_more_than_plain_generation(llama, monkeypatch, no_collector):
+    prompts = [torch.randint(3, tiny.V - 1, (60,), generator=torch.Generator().manual_seed(i)) for i in range(16)]
+    batch = tiny.padded(prompts)
+    places = {tuple(p.tolist()): i for i, p in enumerate(prompts)}
+
+    class Ends(StoppingCriteria):
+        row_wise = True
+
+        def __call__(self, input_ids, scores, **kwargs):
+            rows = [places[tuple(ids[:60].tolist())] for ids in input_ids]
+            return torch.tensor([input_ids.shape[1] - 60 >= 3 * (i + 1) for i in rows])
+
+    def call(drafter):
+        return run(llama.target, batch, drafter, new=60, stopping_criteria=StoppingCriteriaList([Ends()]), pad_token_id=0)
+
+    texts = call(None).tolist()
+    plain = bytes_of(monkeypatch, lambda: call(None))
+    ours = bytes_of(monkeypatch, lambda: call(tiny.always_wrong(texts)))
+    assert ours < 1.5 * plain
