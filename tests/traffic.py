@@ -6,6 +6,7 @@ A transfer is a call that needs a tensor's values on the host (`.tolist()`, `.it
 """
 
 import contextlib
+import linecache
 import sys
 from collections import defaultdict
 
@@ -31,12 +32,19 @@ class _Watch(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+def _matches(where: str, place: str) -> bool:
+    file, line = where.rsplit(":", 1)
+    name, _, text = place.partition(":")
+    return file.endswith(name) and text in linecache.getline(file, int(line))
+
+
 @contextlib.contextmanager
 def counted(ignore=()):
     """A [`Traffic`] of the transfers made inside.
 
     Args:
-        ignore: ends of file names whose calls aren't counted, for code whose tensors live on the host in any case.
+        ignore: ends of file names whose calls aren't counted, for code whose tensors live on the host in any case; "file.py:text"
+            means the lines of the file that contain the text.
     """
     seen = Traffic()
     inside = []  # a counted method's own operations and calls are part of it
@@ -48,7 +56,7 @@ def counted(ignore=()):
         while frame and ("/torch/" in frame.f_code.co_filename or frame.f_code.co_filename == __file__):
             frame = frame.f_back
         where = f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "?"
-        if not where.rsplit(":", 1)[0].endswith(tuple(ignore) or ("\0",)):
+        if not any(_matches(where, place) for place in ignore):
             seen.append(name)
             seen.places[where] += 1
 

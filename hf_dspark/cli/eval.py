@@ -74,6 +74,8 @@ def evaluate(
     out: Annotated[Path, typer.Option(help="Results and run record; OUT.partial.jsonl while it runs.")] = Path("eval.json"),
     plots: Annotated[Path, typer.Option(help="A folder for pictures.")] = None,
     overwrite: bool = typer.Option(False, "--overwrite", help="Replace OUT and pictures that are there."),
+    concurrency: str = typer.Option(None, help="Speed under load instead: users at once, e.g. 1,2,4,8,16,32."),
+    arrival: str = typer.Option(None, help="Requests per second at random, e.g. 0.5,1,2; --concurrency bounds those at work."),
 ):
     """Measure acceptance and speed of a drafter against other ways of generating the same answers."""
     kinds = [m.strip() for m in methods.split(",") if m.strip()]
@@ -87,6 +89,9 @@ def evaluate(
         import_module("matplotlib")  # or hours of measuring would end without pictures
     texts = [p for path in prompts for p in read_prompts(path, limit)]
     settings = [parse_setting(s) for s in setting] or [{}]
+    loads = parse_loads(concurrency, arrival)
+    if loads and drafter is None:
+        raise ValueError("--concurrency and --arrival compare plain decoding with a drafter under load: pass --drafter.")
 
     from hf_dspark.evaluation.benchmark import Plan, make_methods, run, write_json
     from hf_dspark.evaluation.environment import environment, file_hash
@@ -110,6 +115,9 @@ def evaluate(
         warn(prompt_warnings(assistant, tokenizer, chat, thinking))
     header = {"target": target, "drafter": drafter, "files": {p.name: file_hash(p) for p in prompts}}
     header["environment"] = environment(model, assistant)
+    if loads:
+        named = {text: knobs for text, knobs in zip(setting, settings)} or None
+        return _load(model, tokenizer, assistant, plan, header, loads, named, out, plots)
     partial = out.with_name(out.name + ".partial.jsonl")
     with interruptible(f"answers so far are in {partial}; the same command goes on."), progress() as bar, Busy() as busy:
         task = bar.add_task("answers", total=None)
@@ -117,6 +125,55 @@ def evaluate(
     write_json({"date": date.today().isoformat(), "processor_share": busy.share, **result}, out)
     partial.unlink()
     report(result, busy.warning(model.device), out, plots)
+
+
+def parse_loads(concurrency: str | None, arrival: str | None) -> list:
+    """Example: `("1,8", None)` -> one and eight users at once; `("8", "0.5")` -> half a request per second, eight at work."""
+    from hf_dspark.evaluation.load import Load
+
+    try:
+        users = [int(n) for n in (concurrency or "").split(",") if n.strip()]
+        rates = [float(r) for r in (arrival or "").split(",") if r.strip()]
+    except ValueError:
+        users, rates = [0], []
+    if any(n < 1 for n in users) or any(not 0 < r < float("inf") for r in rates) or (rates and len(users) > 1):
+        raise ValueError(
+            f"--concurrency {concurrency} --arrival {arrival}: users at once are whole numbers from 1 on, and rates are positive; "
+            "beside rates, one number of users: set e.g. --concurrency 1,2,4, or --concurrency 8 --arrival 0.5,1."
+        )
+    if rates:
+        return [Load(users[0] if users else 8, rate) for rate in rates]
+    return [Load(n) for n in users]
+
+
+def _load(model, tokenizer, assistant, plan, header, loads, settings, out, plots) -> None:
+    """Measure speed under load, and print and write what came out."""
+    from hf_dspark.evaluation.benchmark import write_json
+    from hf_dspark.evaluation.load import run_loads, ways
+    from hf_dspark.evaluation.prompts import render
+    from hf_dspark.evaluation.timing import Busy
+
+    texts = [render(tokenizer, [{"role": "user", "content": p.turns[0]}], plan.chat, plan.thinking) for p in plan.prompts]
+    temperature = plan.temperatures[0]
+    sampling = {"do_sample": True, "temperature": temperature, **plan.sampling} if temperature > 0 else {}
+    with progress() as bar, Busy() as busy:
+        task = bar.add_task("answers", total=None)
+        rows = run_loads(
+            model, ways(assistant, settings), texts, loads, plan.max_new_tokens, sampling, plan.seed,
+            lambda i, n: bar.update(task, completed=i, total=n),
+        )  # fmt: skip
+    settings = {**header, "plan": plan.to_dict()}
+    write_json({"date": date.today().isoformat(), "processor_share": busy.share, "run": settings, "loads": rows}, out)
+    columns = ["load", "method", "tok/s", "tok/s of a user", "wait s", "tau", "verified"]
+    names = ("load", "method", "tokens_per_second", "user_tokens_per_second")
+    lines = [[*(r[n] for n in names), r["wait_seconds"]["median"], r["tau"], r["verified"]] for r in rows]
+    console.print(table(f"{len(texts)} prompts, temperature {temperature:g}", columns, lines))
+    say(f"verified: drafts per row and round. Everything measured is in {out}.", "dim")
+    warn(busy.warning(model.device))
+    if plots is not None:
+        from hf_dspark.evaluation.plots import save_loads
+
+        say(f"Plots: {', '.join(map(str, save_loads(rows, plots)))}", "dim")
 
 
 def report(result: dict, warnings: list[str], out: Path, plots: Path | None) -> None:

@@ -159,9 +159,10 @@ class TargetCache(Cache):
     def keep(self, order: list[int]) -> None:
         """Let row i be what row `order[i]` was, and the rest go; see [`RaggedBuffer.keep`]."""
         self.lengths = self.lengths[torch.tensor(order, dtype=torch.long)]
+        longest = int(self.lengths.max())
         for layer in self.layers:
             layer.buffer.keep(order)
-            layer.buffer.shrink(int(self.lengths.max()))
+            layer.buffer.shrink(longest)
 
     def append(self, other: "TargetCache") -> None:
         """Admit another cache's rows below ours."""

@@ -130,6 +130,11 @@ class SpeculativeEngine:
         self._running = False
         self._clear()
 
+    @property
+    def active(self) -> int:
+        """Rows at work now."""
+        return len(self._rows)
+
     def generate(self, requests: Iterable) -> list[EngineResult]:
         """Answer all requests.
 

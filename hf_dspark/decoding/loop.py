@@ -11,6 +11,7 @@ from hf_dspark.drafting.copies import LONGEST, offers, shortest_match, with_copi
 from hf_dspark.drafting.draft import Draft
 from hf_dspark.drafting.proposer import Context, Proposer
 from hf_dspark.drafting.tree_drafts import branch, kind_of, propose_trees, tree_notes
+from hf_dspark.drafting.tree_parts import reach_and_sides
 from hf_dspark.modeling import SpeculationConfig
 from hf_dspark.scheduling.headless import survival_estimate
 from hf_dspark.scheduling.policy import AutoGate, StaticGate
@@ -270,7 +271,11 @@ class DecodeLoop:
             if clock is not None:
                 survived = min(judged.accepted[i], count)
                 verdicts = verified[i] if count == len(judged.tokens[i]) else survived
-                row.outputs.add_round(count, verdicts, survived, draft.stages[i], draft.sources[i])
+                reach, sides = verdicts, 0
+                if judged.path is not None:
+                    deepest, sides = reach_and_sides(draft.parents[i, : verified[i]].tolist(), judged.path[i, :survived].tolist())
+                    reach = deepest if count == len(judged.tokens[i]) else survived
+                row.outputs.add_round(count, verdicts, survived, draft.stages[i], draft.sources[i], reach, sides)
         return commits, new, judged
 
     def _warn_beyond_training(self, length: int) -> None:

@@ -21,7 +21,7 @@ def describe_sources(by_source: dict[str, dict[str, int]]) -> str:
 class SpeculationStats:
     """What was drafted, accepted and spent, per output row and round. Reading the prompt (the prefill) is no round.
 
-    Lists are indexed [row][round]. A round that ends at a stop token or at the budget counts the tokens it emitted, and as
+    Lists are indexed `[row][round]`. A round that ends at a stop token or at the budget counts the tokens it emitted, and as
     verified only the drafts before that end.
 
     Args:
@@ -31,6 +31,8 @@ class SpeculationStats:
         draft_stages (`list[list[int]]`): drafting stages.
         sources (`list[list[str]]`): where the drafts came from: "drafter", "copy", "memory", "tree", or "none" for a plain
             step.
+        reach (`list[list[int]]`): most drafts that the round could accept: a tree's depth, a chain's length.
+        side_branches (`list[list[int]]`): accepted drafts that weren't their parent's first child in a tree.
         draft_seconds (`float`, defaults to 0.0): seconds of drafting, and of extending the drafter's context.
         verify_seconds (`float`, defaults to 0.0): seconds of the target's forward passes in rounds.
         prefill_seconds (`float`, defaults to 0.0): seconds of reading the prompt.
@@ -43,6 +45,8 @@ class SpeculationStats:
     accepted_lengths: list[list[int]]
     draft_stages: list[list[int]]
     sources: list[list[str]] = field(default_factory=list)
+    reach: list[list[int]] = field(default_factory=list)
+    side_branches: list[list[int]] = field(default_factory=list)
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     prefill_seconds: float = 0.0
@@ -64,14 +68,14 @@ class SpeculationStats:
 
     @classmethod
     def empty(cls, rows: int) -> "SpeculationStats":
-        return cls(*[[[] for _ in range(rows)] for _ in range(5)])
+        return cls(*[[[] for _ in range(rows)] for _ in range(7)])
 
     @classmethod
     def of(cls, rows: list["RowOutputs"], seconds: "Seconds", notes: list[str]) -> "SpeculationStats":
         """The statistics of finished rows."""
-        columns = [[list(column) for column in zip(*row.rounds)] or [[] for _ in range(5)] for row in rows]
+        columns = [[list(column) for column in zip(*row.rounds)] or [[] for _ in range(7)] for row in rows]
         return cls(
-            *[[row[i] for row in columns] for i in range(5)],
+            *[[row[i] for row in columns] for i in range(7)],
             draft_seconds=seconds.draft,
             verify_seconds=seconds.verify,
             prefill_seconds=seconds.prefill,
@@ -85,6 +89,8 @@ class SpeculationStats:
         self.accepted_lengths[row].append(accepted)
         self.draft_stages[row].append(stages)
         self.sources[row].append(source)
+        self.reach[row].append(verified)
+        self.side_branches[row].append(0)
 
     @property
     def by_source(self) -> dict[str, dict[str, int]]:
@@ -113,11 +119,24 @@ class SpeculationStats:
         return sum(self._pooled("accepted_lengths")) / verified if verified else float("nan")
 
     @property
+    def accepted_histogram(self) -> list[int]:
+        """At k, from 0: rounds that accepted k drafts. Example: rounds of 0, 2 and 2 give [1, 0, 2]."""
+        accepted = self._pooled("accepted_lengths")
+        return [accepted.count(k) for k in range(max(accepted, default=-1) + 1)]
+
+    @property
+    def side_branch_rate(self) -> float:
+        """Of the accepted drafts, the share that weren't their parent's first child, which a chain would have missed."""
+        accepted = sum(self._pooled("accepted_lengths"))
+        return sum(self._pooled("side_branches")) / accepted if accepted else float("nan")
+
+    @property
     def conditional_acceptance(self) -> list[float]:
-        """At k: of the rounds that verified draft k and accepted all before it, the share that accepted it too. Of the drafter
-        alone: copies say nothing about it, see `by_source`."""
+        """At k: of the rounds that verified drafts of depth k and accepted one of each depth before, the share that
+        accepted one of that depth too; of a chain, draft k itself. Of the drafter alone: copies say nothing about it, see
+        `by_source`."""
         sources = self._pooled("sources") or ["drafter"] * len(self._pooled("draft_lengths"))
-        pairs = zip(sources, self._pooled("draft_lengths"), self._pooled("accepted_lengths"))
+        pairs = zip(sources, self._pooled("reach"), self._pooled("accepted_lengths"))
         pairs = [(n, a) for source, n, a in pairs if source not in COPIED]
         out = []
         for k in range(1, max((n for n, _ in pairs), default=0) + 1):
@@ -172,7 +191,7 @@ class RowOutputs:
         self.logits: list[torch.Tensor] = []
         self.states: dict[str, list[tuple]] = {name: [] for name in self.STATES if wants(name)}
         self.flags = {f"output_{name}": True for name in self.states}
-        self.rounds: list[tuple[int, int, int, int, str]] = []
+        self.rounds: list[tuple[int, int, int, int, str, int, int]] = []
 
     def add(self, logits: torch.Tensor, scores: dict[int, torch.Tensor], count: int) -> None:
         """Keep the first `count` positions of `logits` [L+1, V] and processed `scores` {position: [V]}."""
@@ -181,8 +200,8 @@ class RowOutputs:
         if self.wants_scores:
             self.scores.extend(scores[i] for i in range(count))
 
-    def add_round(self, emitted: int, verified: int, accepted: int, stages: int, source: str) -> None:
-        self.rounds.append((emitted, verified, accepted, stages, source))
+    def add_round(self, emitted, verified, accepted, stages: int, source: str, reach: int, side_branches: int) -> None:
+        self.rounds.append((emitted, verified, accepted, stages, source, reach, side_branches))
 
     def add_states(self, output, count: int, cached: int) -> None:
         """Keep the states of the first `count` tokens fed in a round, behind `cached` ones; the prompt's whole if nothing is

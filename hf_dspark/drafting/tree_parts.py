@@ -89,6 +89,15 @@ def locate(tree: Tree, tokens: Sequence[int], at: int = -1) -> list[int]:
     return found
 
 
+def reach_and_sides(parents: Sequence[int], path: Sequence[int]) -> tuple[int, int]:
+    """The depth of a tree, and how many nodes of `path` aren't their parent's first child."""
+    depth, first = {-1: 0}, {}
+    for node, parent in enumerate(parents):
+        depth[node] = depth[parent] + 1
+        first.setdefault(parent, node)
+    return max(depth.values()), sum(first[parents[node]] != node for node in path)
+
+
 def tip(tree: Tree) -> int:
     """The best of the deepest nodes (the first of equals), where a further stage goes on; -1 in an empty tree."""
     if not len(tree.tokens):

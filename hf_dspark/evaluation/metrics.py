@@ -20,8 +20,8 @@ class Round(NamedTuple):
     """One round of one row.
 
     `verified` drafts the target looked at, `accepted` of them kept, `emitted` tokens (bonus included), `stages` drafting
-    stages, `source` of its drafts. A round cut by a stop token or the budget has no bonus and counts as verified only what
-    came before the cut.
+    stages, `source` of its drafts, `reach` the most it could accept where that isn't all that was verified (a tree's
+    depth). A round cut by a stop token or the budget has no bonus and counts as verified only what came before the cut.
     """
 
     verified: int
@@ -29,12 +29,17 @@ class Round(NamedTuple):
     emitted: int
     stages: int = 1
     source: str = "drafter"
+    reach: int | None = None
+
+    @property
+    def depth(self) -> int:
+        return self.verified if self.reach is None else self.reach
 
 
 def responses_of(stats) -> list[list[Round]]:
     """The rounds of a [`SpeculationStats`], one list per output row."""
     sources = stats.sources or [["drafter"] * len(row) for row in stats.draft_lengths]
-    columns = stats.draft_lengths, stats.accepted_lengths, stats.acceptance_lengths, stats.draft_stages, sources
+    columns = stats.draft_lengths, stats.accepted_lengths, stats.acceptance_lengths, stats.draft_stages, sources, stats.reach
     return [[Round(*r) for r in zip(*row, strict=True)] for row in zip(*columns, strict=True)]
 
 
@@ -115,7 +120,7 @@ def survival(rounds: Sequence[Round]) -> list[float]:
     >>> survival([Round(2, 2, 3), Round(2, 1, 2), Round(2, 0, 1), Round(1, 1, 2)])
     [0.75, 0.3333333333333333]
     """
-    return [_share(r.accepted >= k for r in rounds if r.verified >= k) for k in _positions(rounds)]
+    return [_share(r.accepted >= k for r in rounds if r.depth >= k) for k in _positions(rounds)]
 
 
 def conditional_acceptance(rounds: Sequence[Round]) -> list[float]:
@@ -126,7 +131,7 @@ def conditional_acceptance(rounds: Sequence[Round]) -> list[float]:
     >>> conditional_acceptance([Round(2, 2, 3), Round(2, 1, 2), Round(2, 0, 1), Round(1, 1, 2)])
     [0.75, 0.5]
     """
-    return [_share(r.accepted >= k for r in rounds if r.verified >= k and r.accepted >= k - 1) for k in _positions(rounds)]
+    return [_share(r.accepted >= k for r in rounds if r.depth >= k and r.accepted >= k - 1) for k in _positions(rounds)]
 
 
 def full_acceptance(rounds: Sequence[Round], block: int) -> list[float]:
@@ -253,4 +258,4 @@ def _share(flags: Iterable[bool]) -> float:
 
 
 def _positions(rounds: Sequence[Round]) -> range:
-    return range(1, 1 + max((r.verified for r in rounds), default=0))
+    return range(1, 1 + max((r.depth for r in rounds), default=0))

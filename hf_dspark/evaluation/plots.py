@@ -126,6 +126,45 @@ def batch_sizes(rows: list[dict]):
     return figure
 
 
+def load_frontier(rows: list[dict]):
+    """Tokens per second of all users against those of one, a line per method and a point per load; from `load.run_loads`."""
+    figure, axes = _figure()
+    for name in dict.fromkeys(r["method"] for r in rows):
+        mine = [r for r in rows if r["method"] == name]
+        x, y = [r["user_tokens_per_second"] for r in mine], [r["tokens_per_second"] for r in mine]
+        axes.plot(x, y, marker="o", label=name)
+        for r, at in zip(mine, zip(x, y)):
+            axes.annotate(r["load"], at, fontsize="x-small")
+    axes.set(xlabel="tokens per second of a user", ylabel="tokens per second in all")
+    figure.legend(loc="outside upper center", ncols=4, fontsize="small")
+    return figure
+
+
+def load_drafts(rows: list[dict]):
+    """Drafts verified per row and round, and tau (right), by load; from `load.run_loads`."""
+    figure, axes = _figure()
+    loads, right = list(dict.fromkeys(r["load"] for r in rows)), axes.twinx()
+    for i, name in enumerate(dict.fromkeys(r["method"] for r in rows)):
+        mine = {r["load"]: r for r in rows if r["method"] == name}
+        axes.plot(loads, [mine[n]["verified"] for n in loads], color=f"C{i}", marker="o", label=name)
+        right.plot(loads, [mine[n]["tau"] for n in loads], color=f"C{i}", linestyle="--")
+    axes.set(xlabel="load", ylabel="drafts verified per row and round")
+    right.set(ylabel="tau (dashed)")
+    figure.legend(loc="outside upper center", ncols=4, fontsize="small")
+    return figure
+
+
+def save_loads(rows: list[dict], folder: str | Path) -> list[Path]:
+    """Both plots of `load.run_loads` as PNG."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for name, draw in (("load_frontier", load_frontier), ("load_drafts", load_drafts)):
+        paths.append(folder / f"{name}.png")
+        draw(rows).savefig(paths[-1], dpi=150)
+    return paths
+
+
 def save_all(results: list[dict], folder: str | Path) -> list[Path]:
     """Every plot that the results have data for, as PNG."""
     folder = Path(folder)

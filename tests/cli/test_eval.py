@@ -9,7 +9,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from hf_dspark.cli import main
-from hf_dspark.cli.eval import LEGEND, METHODS, hints, parse_setting, results_table
+from hf_dspark.cli.eval import LEGEND, METHODS, hints, parse_loads, parse_setting, results_table
 
 
 def call(*arguments):
@@ -112,3 +112,22 @@ def test_settings_are_knobs_with_json_values():
     for text, words in (("draft_tokens=3", "did you mean 'num_draft_tokens'"), ("verification=guess", "'guess' is unknown")):
         with pytest.raises(ValueError, match=f"--setting {text!r}: .*{words}"):
             parse_setting(text)
+
+
+def test_speed_under_load_is_a_table_a_file_and_two_plots(world, tmp_path):
+    out = tmp_path / "load.json"
+    target, drafter, prompts = world
+    result = call(
+        "eval", target, "--drafter", drafter, "--prompts", prompts, "--limit", 2, "--max-new-tokens", 6, "--out", out,
+        "--concurrency", "1,2", "--plots", tmp_path / "plots",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    rows = json.loads(out.read_text())["loads"]
+    assert {(r["load"], r["method"]) for r in rows} >= {("1", "plain"), ("2", "auto")}
+    assert len(list((tmp_path / "plots").iterdir())) == 2
+
+
+@pytest.mark.parametrize("loads", [("0", None), ("a", None), ("1,2", "3"), (None, "-1")])
+def test_loads_that_make_no_sense_are_refused(loads):
+    with pytest.raises(ValueError, match="--concurrency"):
+        parse_loads(*loads)

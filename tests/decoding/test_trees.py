@@ -12,6 +12,7 @@ from transformers import GenerationConfig
 from hf_dspark import CopyDrafter, SpeculationConfig, SpeculativeEngine, keyed_processors
 from hf_dspark.decoding.engine import EngineRequest
 from hf_dspark.decoding.generate import listening
+from hf_dspark.evaluation import metrics
 
 KINDS = ("ddtree", "dartree", "jetspec")
 
@@ -306,3 +307,24 @@ def test_knobs_that_trees_do_not_heed_are_noted(llama):
     llama.target.generate(llama.prompts[0][None], assistant_model=eagle, max_new_tokens=4, do_sample=False, speculation=knobs)
     notes = " ".join(eagle.last_speculation.notes)
     assert "never looped" in notes and "scheduler='auto'" in notes
+
+
+# ---------------------------------------------------------------------- statistics
+
+
+def test_statistics_count_depths_and_side_branches_not_nodes(llama):
+    drafter, seen = guessing(llama.texts), []
+    knobs = SpeculationConfig(tree="ddtree", tree_budget=30)
+    with listening(observer=seen.append):
+        llama.target.generate(
+            **llama.padded(), assistant_model=drafter, max_new_tokens=tiny.NEW, do_sample=False, speculation=knobs
+        )
+    stats = drafter.last_speculation
+    assert max(map(max, stats.draft_lengths)) == 30 and max(map(max, stats.reach)) <= 7
+    assert sum(stats.accepted_histogram) == sum(map(len, stats.reach))
+    assert sum(k * n for k, n in enumerate(stats.accepted_histogram)) == sum(map(sum, stats.accepted_lengths))
+    assert len(stats.conditional_acceptance) == max(map(max, stats.reach))
+    assert 0.1 < stats.side_branch_rate < 0.9
+    assert metrics.conditional_acceptance(metrics.pooled(metrics.responses_of(stats))) == pytest.approx(
+        stats.conditional_acceptance, nan_ok=True
+    )
