@@ -40,7 +40,8 @@ def responses_of(stats) -> list[list[Round]]:
     """The rounds of a [`SpeculationStats`], one list per output row."""
     sources = stats.sources or [["drafter"] * len(row) for row in stats.draft_lengths]
     columns = stats.draft_lengths, stats.accepted_lengths, stats.acceptance_lengths, stats.draft_stages, sources, stats.reach
-    return [[Round(*r) for r in zip(*row, strict=True)] for row in zip(*columns, strict=True)]
+    rows = [[Round(*r) for r in zip(*row, strict=True)] for row in zip(*columns, strict=True)]
+    return [[r._replace(reach=None) if r.reach == r.verified else r for r in row] for row in rows]
 
 
 def pooled(responses: Iterable[list[Round]]) -> list[Round]:

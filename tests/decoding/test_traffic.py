@@ -2,7 +2,6 @@
 
 import pytest
 import tiny
-import torch
 from traffic import counted
 
 from hf_dspark import SpeculationConfig
