@@ -26,7 +26,7 @@ class AutoDrafter:
     """Loads drafters of every supported format; see [`AutoDrafter.from_pretrained`] and [`AutoDrafter.from_target`]."""
 
     def __init__(self):
-        raise TypeError("AutoDrafter makes no objects of its own: call AutoDrafter.from_pretrained(repo_or_path).")
+        raise TypeError("AutoDrafter can't be instantiated: call AutoDrafter.from_pretrained(repo_or_path).")
 
     @classmethod
     def from_pretrained(

@@ -88,7 +88,7 @@ class SpeculationConfig:
             if name not in known:
                 close = get_close_matches(name, known, 3, 0.5)
                 hint = f"did you mean {' or '.join(map(repr, close))}?" if close else f"known are {', '.join(known)}."
-                raise TypeError(f"SpeculationConfig got {name!r}, which is no knob of this version: {hint}")
+                raise TypeError(f"SpeculationConfig got {name!r}, which is no setting of this version: {hint}")
         return super().__new__(cls)
 
     def __post_init__(self):
