@@ -102,6 +102,11 @@ class DSparkConfig(DrafterConfig):
                 f"correction_head={self.correction_head!r} needs markov_rank >= 1, got {self.markov_rank}: set a "
                 "rank, or correction_head='none'."
             )
+        if self.confidence_head and self.confidence_with_markov and self.correction_head in ("none", "domino"):
+            raise ValueError(
+                f"confidence_with_markov=True with correction_head={self.correction_head!r}, which has no Markov feature for "
+                "the confidence head to read: set confidence_with_markov=False, or a head with markov_rank."
+            )
         if len(self.layer_types) != self.num_hidden_layers:
             raise ValueError(
                 f"layer_types has {len(self.layer_types)} entries for {self.num_hidden_layers} layers: give one per layer."

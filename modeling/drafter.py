@@ -48,6 +48,12 @@ def check_target(config, target_config) -> None:
         )
 
 
+def _weight(module) -> torch.Tensor | None:
+    """A module's weight; some quantised modules have a function that returns it, packed ones none."""
+    weight = getattr(module, "weight", None)
+    return weight() if callable(weight) and not isinstance(weight, torch.Tensor) else weight
+
+
 @dataclass
 class DrafterOutput(ModelOutput):
     """What a training forward gives: `loss` if labels were given, else the states of the first and (if another) last stage.
@@ -144,13 +150,15 @@ class Drafter(PreTrainedModel):
 
         Idempotent.
         """
-        if self._bound.get("target") is target:
-            return self
         check_target(self.config, target.config)
         embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
-        if self.config.mask_token_id is not None and self.config.mask_token_id >= embedding.weight.shape[0]:
+        same = [self._bound.get(k) is v for k, v in (("target", target), ("embedding", embedding), ("head", head))]
+        if all(same):
+            return self
+        table = _weight(embedding)
+        if self.config.mask_token_id is not None and table is not None and self.config.mask_token_id >= len(table):
             raise ValueError(
-                f"mask_token_id={self.config.mask_token_id} lies outside the target's {embedding.weight.shape[0]} "
+                f"mask_token_id={self.config.mask_token_id} lies outside the target's {len(table)} "
                 "embeddings: set mask_token_id to the id the drafter was trained with, or resize the target's "
                 "embeddings."
             )
@@ -171,8 +179,9 @@ class Drafter(PreTrainedModel):
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """[..., D] input embeddings of target ids [...], in the drafter's dtype and on its device."""
         module = self.embed_tokens if self.config.own_embedding else self._borrowed("embedding")
-        if module.weight.device.type != "meta":  # offloaded modules move their own inputs
-            ids = ids.to(module.weight.device)
+        weight = _weight(module)
+        if weight is not None and weight.device.type != "meta":  # offloaded modules move their own inputs
+            ids = ids.to(weight.device)
         # A norm inside the target's embedding belongs to the target: drafters were trained on the bare table.
         x = F.embedding(ids, module.weight) if hasattr(module, "embed_norm") else module(ids)
         x = x.to(self.device, self.dtype)
@@ -190,7 +199,7 @@ class Drafter(PreTrainedModel):
 
     def _borrowed_head(self, hidden):
         module = self._borrowed("head")
-        weight = getattr(module, "weight", None)
+        weight = _weight(module)
         if weight is not None and weight.device.type != "meta":
             hidden = hidden.to(weight.device, weight.dtype if weight.is_floating_point() else hidden.dtype)
         if not hasattr(self, "d2t"):

@@ -5,6 +5,7 @@ one row, criteria other than EOS and length tested once per round, no continued 
 """
 
 import time
+from threading import RLock
 
 import torch
 import transformers
@@ -21,6 +22,8 @@ from hf_dspark.verification.probabilities import KeyedNoise, Scorer
 
 from .outputs import SpeculationStats, SpeculativeOutput
 from .target import FeatureTap
+
+_LOCK = RLock()
 
 
 class DrafterCandidateGenerator(CandidateGenerator):
@@ -133,12 +136,13 @@ def stock_generate(target, drafter, speculation, original, input_ids, kwargs, ma
         kwargs["logits_processor"], config.do_sample = LogitsProcessorList([*kwargs["logits_processor"], noise]), False
     with FeatureTap(target, drafter.config.target_layer_ids) as tap:
         generator = DrafterCandidateGenerator(drafter, tap, speculation, config, kwargs["logits_processor"], input_ids, pads)
-        target._get_candidate_generator = lambda **_: generator
         began = time.perf_counter()
-        try:
-            output = original(target, input_ids, assistant_model=drafter, **kwargs)
-        finally:
-            del target._get_candidate_generator
+        with _LOCK:  # their loop asks the target for its generator, which threads that share the target share
+            target._get_candidate_generator = lambda **_: generator
+            try:
+                output = original(target, input_ids, assistant_model=drafter, **kwargs)
+            finally:
+                del target._get_candidate_generator
     generator.stats.verify_seconds = time.perf_counter() - began - generator.stats.draft_seconds
     generator.stats.notes += generator.proposer.notes()
     drafter.last_speculation = generator.stats

@@ -75,6 +75,12 @@ def check_call(target, drafter, mode, config, kwargs) -> None:
         )
     if kwargs.get("assistant_tokenizer") is not None:
         raise ValueError("assistant_tokenizer was given, and a drafter shares its target's tokenizer: drop it.")
+    if kwargs.get("synced_gpus"):
+        raise ValueError(
+            "synced_gpus=True (FSDP or DeepSpeed ZeRO-3, whose processes must call every module equally often) was given, and "
+            "processes draft and verify different numbers of times, so they would wait for each other for ever: gather the "
+            "weights first and pass synced_gpus=False, or generate without assistant_model."
+        )
     if config.use_cache is False:
         raise ValueError("use_cache=False was given, and drafts are verified on top of a cache: drop it or set use_cache=True.")
     if getattr(config, "assistant_ensemble_weight", None) is not None:

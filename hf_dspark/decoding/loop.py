@@ -273,7 +273,8 @@ class DecodeLoop:
                 verdicts = verified[i] if count == len(judged.tokens[i]) else survived
                 reach, sides = verdicts, 0
                 if judged.path is not None:
-                    deepest, sides = reach_and_sides(draft.parents[i, : verified[i]].tolist(), judged.path[i, :survived].tolist())
+                    parents, path = draft.parents[i, : verified[i]], judged.path[i, :survived]
+                    deepest, sides = reach_and_sides(parents.tolist(), path.tolist())
                     reach = deepest if count == len(judged.tokens[i]) else survived
                 row.outputs.add_round(count, verdicts, survived, draft.stages[i], draft.sources[i], reach, sides)
         return commits, new, judged

@@ -39,7 +39,7 @@ class Prefill:
                 f"past_key_values already holds {past.tolist()} tokens of prompts of {self.ends.tolist()}, which leaves "
                 "nothing to feed: pass input_ids that go on at least one token beyond the cache."
             )
-        last_alone = rows > 1 and len(rest.unique()) > self.MANY_ENDS
+        last_alone = self.last_alone = rows > 1 and len(rest.unique()) > self.MANY_ENDS
         body = rest - 1 if last_alone else rest
         step = self.chunk or int(body.max())
         self.windows = [(past, begin, min(begin + step, int(body.max()))) for begin in range(0, int(body.max()), step)]
@@ -63,6 +63,8 @@ class Prefill:
         ids = batch.ids.gather(1, columns)
         places = (self.ends - 1 - first).tolist()  # of each row's last token in this chunk
         ending = [r for r, at in enumerate(places) if 0 <= at < end - begin]
+        if self.last_alone and self.windows:
+            ending = []
         keep = sorted({places[r] for r in ending}) or [0]
         batch.cache.lengths = first
         out = target.forward(

@@ -13,6 +13,11 @@ from .cache import LOOPED, TargetCache, attention_masks
 from .packed import Layout
 from .preparation import check_preparation, draft_room, position_limits, recomputes
 
+UNTRACEABLE = "Unsupported"  # what torch.compile raises; its module is slow to import
+FULLGRAPH = (
+    "The target's forward was compiled with fullgraph=True, and neither the hooks that read a drafter's features nor rows of "
+    "different lengths fit in one graph: compile it without fullgraph=True, or generate without assistant_model."
+)
 # What generate() prepares by itself; anything else is an input this loop doesn't know how to continue.
 KNOWN_INPUTS = {
     "attention_mask",
@@ -231,6 +236,10 @@ class Target:
         try:
             with torch.no_grad():
                 out = self.model(**inputs, return_dict=True)
+        except Exception as error:
+            if type(error).__module__ == "torch._dynamo.exc" and type(error).__name__ == UNTRACEABLE:
+                raise ValueError(FULLGRAPH) from error
+            raise
         finally:
             cache.settle()
         if len(cache.layers) != self.config.num_hidden_layers:

@@ -7,7 +7,7 @@ import torch
 
 from hf_dspark.modeling import SpeculationConfig
 from hf_dspark.verification.chain import Noise
-from hf_dspark.verification.noise import possible
+from hf_dspark.verification.noise import possible, real_dtype
 from hf_dspark.verification.probabilities import Scorer
 
 from .draft import Draft
@@ -223,11 +223,11 @@ class Proposer:
         tokens, log_q = torch.stack(tokens, 1), torch.stack(log_qs, 1)
         lengths = self._cut(tokens, confidences, able, room, sampling)
         ended = _stops(tokens, sampling).any(1)
-        able = torch.stack(able, 1)
+        able, real = torch.stack(able, 1), real_dtype(tokens.device)
         log_q = torch.where(able, log_q, 0.0)
-        facts = [lengths.double(), ended.double(), (~able).double().sum(1).to(lengths.device)]
+        facts = [lengths.to(real), ended.to(real), (~able).sum(1).to(lengths.device, real)]
         if self.gate is not None:
-            facts.append(log_q.double().sum(1))
+            facts.append(log_q.to(real).sum(1))
         lengths, ended, unusable, *sums = torch.stack(facts).tolist()
         self.unusable += int(sum(unusable))
         lengths = [int(n) for n in lengths]

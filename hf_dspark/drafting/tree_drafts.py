@@ -1,4 +1,4 @@
-"""A drafter's block, or its recursion, as a tree per row: built, kept inside the room, continued by further stages and copies."""
+"""A drafter's block, or its recursion, as a tree per row: built, kept inside the room, continued by stages and copies."""
 
 from collections.abc import Callable
 
@@ -73,11 +73,13 @@ def tree_notes(drafter, speculation) -> list[str]:
         return []
     notes, kind = [], kind_of(drafter, speculation.tree)
     if kind == "eagle2" and speculation.loop_gate is not None:
-        notes.append(f"loop_gate={speculation.loop_gate} was set, and trees of kind eagle2 are never looped: one stage was drafted.")
+        gate = speculation.loop_gate
+        notes.append(f"loop_gate={gate} was set, and trees of kind eagle2 are never looped: one stage was drafted.")
     unheeded = {"confidence_threshold": speculation.confidence_threshold > 0}
     unheeded["scheduler"] = speculation.scheduler is not None and speculation.tree_budget is not None
     for name in (name for name, given in unheeded.items() if given):
-        notes.append(f"{name}={getattr(speculation, name)!r} was set, and trees are verified whole: set tree_budget=None to let costs decide.")
+        value = getattr(speculation, name)
+        notes.append(f"{name}={value!r} was set, and trees are verified whole: set tree_budget=None to let costs decide.")
     return notes
 
 

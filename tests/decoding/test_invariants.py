@@ -6,9 +6,11 @@ import torch
 from tiny import generated
 
 from hf_dspark import SpeculationConfig
+from hf_dspark.decoding import loop
 from hf_dspark.decoding.generate import listening
 from hf_dspark.decoding.loop import DecodeLoop
 from hf_dspark.drafting.proposer import Proposer
+from hf_dspark.drafting.tree_drafts import propose_trees
 from hf_dspark.scheduling.policy import Policy
 
 ACCEPT = [0, 3, 7, 1]
@@ -210,3 +212,40 @@ def test_rows_that_end_within_plain_steps_leave_what_waits_to_the_others(drafter
     for (_, log_q, tokens), (_, others, same) in zip(seen[1], seen[64], strict=True):
         assert torch.equal(tokens, same)
         torch.testing.assert_close(log_q, others, atol=1e-10, rtol=1e-10)
+
+
+class Branching(tiny.Steered):
+    """Whose true tokens are the first guess of a position or the second, so that accepted paths leave the first children."""
+
+    def start(self, cache, anchor, seed=None, pseudo=None, length=None):
+        state = super().start(cache, anchor, seed, pseudo, length)
+        for row, plan in enumerate(self.plans):
+            for k, token in enumerate(plan[: state.base.shape[1]]):
+                state.base[row, k, token] += 1e4
+                state.base[row, k, tiny.wrong(token)] += 1e4 + (9.0 if (token + k) % 2 else -9.0)
+        return state
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_caches_after_accepted_branches(name, texts, checks, monkeypatch):
+    def showing(proposer, context, *args):
+        proposer.drafter.show(context)
+        return propose_trees(proposer, context, *args)
+
+    monkeypatch.setattr(loop, "propose_trees", showing)
+    case, known = case_of(name, texts)
+    steered = Branching(DRAFTERS["block"](case.target), known, ACCEPT)
+    knobs = SpeculationConfig(tree="ddtree", tree_budget=40)
+    out = case.target.generate(**case.padded(), assistant_model=steered, max_new_tokens=NEW, do_sample=False, speculation=knobs)
+    assert generated(out, 9, [NEW] * 4) == [text[-NEW:] for text in known]
+    assert steered.last_speculation.side_branch_rate > 0.1 and steered.last_speculation.tau > 1.5
+
+
+@pytest.mark.parametrize("kind, tree, gate", [("deep chain", "eagle2", None), ("block", "dartree", -1e9)])
+def test_caches_after_recursive_and_looped_branches(kind, tree, gate, texts, checks):
+    case, known = case_of("llama", texts)
+    drafter = DRAFTERS[kind](case.target)
+    knobs = SpeculationConfig(tree=tree, tree_budget=50, loop_gate=gate, max_draft_stages=2)
+    out = case.target.generate(**case.padded(), assistant_model=drafter, max_new_tokens=NEW, do_sample=False, speculation=knobs)
+    assert generated(out, 9, [NEW] * 4) == [text[-NEW:] for text in known]
+    assert drafter.last_speculation.side_branch_rate > 0.1

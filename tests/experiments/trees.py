@@ -3,8 +3,8 @@
     python tests/experiments/trees.py --tiny                                 seconds, a random pair that shows nothing
     python tests/experiments/trees.py --texts gsm8k.jsonl humaneval.jsonl    SmolLM2 and the drafter of model_cards/
 
-Tokens per round (tau) come from the real decode loop. Speed is modelled, so that it doesn't depend on what else this machine does:
-a round costs one verification and one drafting stage. "GPU" has the figures of DLoop (arXiv 2610.07659), where a verification
+Tokens per round (tau) come from the real decode loop. Speed is modelled, so that it doesn't depend on this machine's load: a
+round costs one verification and one drafting stage. "GPU" has the figures of DLoop (arXiv 2610.07659), where a verification
 takes 22.45 ms whatever its size and a stage 3.90 ms; "CPU" has those of SmolLM2-135M in bfloat16 on one core.
 """
 
@@ -83,7 +83,8 @@ def tiny_pair():
     torch.manual_seed(0)
     body = dict(vocab_size=61, hidden_size=32, intermediate_size=40, num_attention_heads=4, num_key_value_heads=2)
     target = LlamaForCausalLM(LlamaConfig(num_hidden_layers=3, eos_token_id=None, **body)).eval()
-    config = DSparkConfig(**body, num_hidden_layers=1, block_size=5, mask_token_id=60, target_layer_ids=[0, 1], num_target_layers=3)
+    config = DSparkConfig(**body, num_hidden_layers=1, block_size=5, mask_token_id=60, target_layer_ids=[0, 1],
+                          num_target_layers=3)  # fmt: skip
     return target, DSparkDrafter(config).bind(target).eval(), [[5, 9, 2, 7], [3, 8]]
 
 
