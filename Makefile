@@ -39,7 +39,7 @@ docs: $(STAMP) .venv-docs/installed
 	cp -r hf_dspark build/docs-source/hf_dspark
 	cp -r modeling build/docs-source/hf_dspark/modeling
 	$(BIN)/python docs/cli_reference.py > docs/reference/cli.md
-	NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(DOCS)/mkdocs build
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/mkdocs build
 
 # The drawings in docs/figures, which are kept in git.
 figures: .venv-docs/installed

@@ -21,7 +21,7 @@ SERVE = {
     "deepspec": """vllm serve {target} --speculative-config \\
     '{{"method": "dspark", "model": "{folder}", "num_speculative_tokens": {drafts}}}'""",
     "sglang": """python -m sglang.launch_server --model-path {target} \\
-    --speculative-algorithm {algorithm} --speculative-draft-model-path {folder}""",
+    --speculative-algorithm {method_upper} --speculative-draft-model-path {folder}""",
     "zlab": """vllm serve {target} --speculative-config \\
     '{{"method": "dflash", "model": "{folder}", "num_speculative_tokens": {drafts}}}'""",
 }
@@ -39,7 +39,7 @@ def tiny_models(folder: Path):
 
 
 def method(config) -> str:
-    """vLLM's name for such a drafter, which it must be given; SGLang's is the same in capitals."""
+    """vLLM's name for such a drafter, which it must be given. SGLang has the same in capitals."""
     if config.model_type != "hf_dspark":
         return config.model_type.removeprefix("hf_")
     plain = config.correction_head == "none" and not config.sample_from_anchor
@@ -72,8 +72,7 @@ def main():
             print(f"{name}: {why}\n")
             continue
         facts = dict(target=target_name, folder=folder, drafts=drafter.config.max_block, method=method(drafter.config))
-        facts["algorithm"] = facts["method"].upper()
-        print(f"{name}:\n    {command.format(**facts)}\n")
+        print(f"{name}:\n    {command.format(**facts, method_upper=facts["method"].upper())}\n")
 
 
 if __name__ == "__main__":

@@ -23,10 +23,10 @@ for model_type, drafter_class in OWN.items():
 
 
 class AutoDrafter:
-    """Loads drafters; see [`AutoDrafter.from_pretrained`]."""
+    """Loads drafters of every supported format; see [`AutoDrafter.from_pretrained`] and [`AutoDrafter.from_target`]."""
 
     def __init__(self):
-        raise TypeError("AutoDrafter makes no objects of its own: call AutoDrafter.from_pretrained(repo_or_path).")
+        raise TypeError("AutoDrafter can't be instantiated: call AutoDrafter.from_pretrained(repo_or_path).")
 
     @classmethod
     def from_pretrained(
@@ -46,26 +46,32 @@ class AutoDrafter:
     ):
         """Load a drafter in any published format, strictly.
 
-        Every tensor is loaded, borrowed from the target on purpose, or an error names it. With `target`, a drafter of
-        other sizes is refused before its weights are fetched, and the drafter comes back bound.
+        Every tensor is loaded or borrowed from the target; an error names those that are missing or unknown. With `target`,
+        a drafter of other sizes is refused before its weights are fetched, and the drafter is bound to the target.
 
         Args:
             repo_or_path (`str` or `PathLike`): a Hub id, or a folder with `config.json` and weights.
-            target (`PreTrainedModel`, *optional*): the model to draft for. Gives dtype and device, where not passed.
+            target (`PreTrainedModel`, *optional*): the model to draft for. Its dtype and device are the defaults.
             dtype (`torch.dtype` or `str`, *optional*): defaults to the target's, else the file's.
             device_map (`str`, `torch.device` or `dict`, *optional*): where to put the drafter.
-            revision, token, cache_dir, local_files_only, force_download, subfolder: as in `huggingface_hub`.
-            trust_remote_code (`bool`): accepted for symmetry; no format needs code from the checkpoint, and none is run.
-            overrides: fields of our config that the file leaves open or gets wrong, such as
+            revision (`str`, *optional*): branch, tag or commit on the Hub; the default branch if not given.
+            token (`str` or `bool`, *optional*): access token, as in `huggingface_hub`.
+            cache_dir (`str` or `PathLike`, *optional*): folder for downloads; `huggingface_hub`'s if not given.
+            local_files_only (`bool`, defaults to `False`): use the cache, never the network.
+            force_download (`bool`, defaults to `False`): download again.
+            subfolder (`str`, defaults to `""`): folder inside the repository.
+            trust_remote_code (`bool`, defaults to `False`): accepted as for other models; code from a checkpoint is never
+                run.
+            overrides: fields of the drafter's config that the file leaves open or states wrongly, such as
                 `sample_from_anchor=True` or `target_layer_ids=[1, 9, 17]` (0-based layer outputs).
 
         Returns:
-            [`DSparkDrafter`], [`Eagle3Drafter`] or [`MTPDrafter`], in eval mode. `drafter.sources` says where each tensor
-            came from.
+            [`DSparkDrafter`], [`Eagle3Drafter`], [`MTPDrafter`] or [`AssistantDrafter`], in eval mode. `drafter.sources`
+            says where each tensor came from.
 
         Raises:
             TypeError: `target` is no loaded model, or an override is no field of a drafter's config.
-            OSError: nothing there, or the Hub can't be reached.
+            OSError: there is no such folder or repository, or the Hub can't be reached.
             ValueError: an unsupported format, a config that contradicts itself or the tensors, a target of other
                 sizes, or a tensor that is missing, unknown or of another shape.
         """
@@ -99,16 +105,20 @@ class AutoDrafter:
     def from_target(
         cls, target, dtype=None, revision=None, token=None, cache_dir=None, local_files_only=False, **overrides
     ):
-        """The multi-token-prediction heads a target carries in its own checkpoint, as a drafter bound to it.
+        """Make a drafter of the multi-token-prediction heads in the target's own checkpoint (arXiv 2412.19437, section
+        2.2).
 
-        They are read from the folder or repo that the target was loaded from, once. Embedding and head are the target's.
+        The heads are read from the folder or repository that the target was loaded from. Embedding and output layer are the
+        target's. The drafter is bound to the target.
 
         Args:
             target (`PreTrainedModel`): loaded with `from_pretrained`.
             dtype (`torch.dtype`, *optional*): defaults to the target's.
             revision (`str`, *optional*): defaults to the one the target was loaded from.
-            token, cache_dir, local_files_only: as in `huggingface_hub`.
-            overrides: fields of [`MTPConfig`], such as `chain_length=3` for drafts a single head makes of its own output.
+            token (`str` or `bool`, *optional*): access token, as in `huggingface_hub`.
+            cache_dir (`str` or `PathLike`, *optional*): folder for downloads; `huggingface_hub`'s if not given.
+            local_files_only (`bool`, defaults to `False`): use the cache, never the network.
+            overrides: fields of [`MTPConfig`], such as `chain_length=3`: a single head is then fed its own output.
 
         Returns:
             [`MTPDrafter`], in eval mode.

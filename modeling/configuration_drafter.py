@@ -16,24 +16,29 @@ class DrafterConfig(PreTrainedConfig):
         vocab_size (`int`): size of the target's vocabulary V.
         draft_vocab_size (`int`, *optional*): size Vd of the drafter's vocabulary; `None` means V. A reduced vocabulary
             comes with the buffer `d2t` [Vd] of offsets: target id = draft id + d2t[draft id].
-        hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim,
-            hidden_act, rms_norm_eps, max_position_embeddings, rope_parameters: the drafter's own body.
-            The older spelling `rope_theta` / `rope_scaling` is read as well.
-        attention_bias, attention_output_bias (`bool`): biases of the query, key and value projections; of the output.
+        hidden_size (`int`): D. This and `intermediate_size`, `num_hidden_layers`, `num_attention_heads`,
+            `num_key_value_heads`, `head_dim`, `hidden_act`, `rms_norm_eps`, `max_position_embeddings` and `rope_parameters`
+            describe the drafter's own layers, as in transformers. The older `rope_theta` and `rope_scaling` are read as
+            well.
+        attention_bias (`bool`): biases of the query, key and value projections.
+        attention_output_bias (`bool`): bias of the output projection.
         qk_norm (`bool`, defaults to `True`): RMS norm on queries and keys per head, as in Qwen3.
         body (`str`, defaults to `"llama"`): `"llama"` for pre-norm layers; `"gemma4"` for norms around attention and MLP, a
             scalar per layer, normed values and unscaled attention.
         key_is_value (`bool`): values are the un-normed key projection, which the file then has alone.
         target_layer_ids (`list[int]`): tapped target layers, 0-based; the feature is that layer's output before the
             final norm. -1 is the input of layer 0. The last layer is refused.
-        num_target_layers (`int`, *optional*), target_hidden_size (`int`, *optional*, defaults to `hidden_size`).
+        num_target_layers (`int`, *optional*): the target's number of layers.
+        target_hidden_size (`int`, *optional*, defaults to `hidden_size`): the target's hidden size Dt.
         confidence_temperatures (`list[float]`, *optional*): one calibration temperature per draft position.
         survival_model (`dict`, *optional*): a fitted estimate of acceptance, for drafters without a confidence head.
-        own_embedding, own_head (`bool`): whether the checkpoint carries them; else they are the target's, borrowed.
+        own_embedding (`bool`): whether the checkpoint holds an embedding. If not, the target's is borrowed.
+        own_head (`bool`): whether the checkpoint holds an output layer. If not, the target's is borrowed.
         embed_scale (`float`): factor on input embeddings.
         final_logit_softcapping (`float`, *optional*): cap on base logits.
         trained_length (`int`, *optional*): longest sequence seen in training; decoding past it warns once.
-        enable_thinking (`bool`, *optional*), template_hash (`str`, *optional*): how the training chats were rendered.
+        enable_thinking (`bool`, *optional*): whether the training chats were rendered with thinking.
+        template_hash (`str`, *optional*): hash of the chat template they were rendered with.
         target_name (`str`, *optional*): the target this drafter was made for.
         speculation (`dict`, *optional*): stored defaults of [`SpeculationConfig`].
     """

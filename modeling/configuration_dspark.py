@@ -16,20 +16,24 @@ class DSparkConfig(DrafterConfig):
         sliding_window (`int`, *optional*): a sliding layer's slot k at position p + k, p the anchor's, sees context
             positions >= p + k - sliding_window + 1 (`window_from="slot"`) or >= p - sliding_window
             (`window_from="anchor"`).
+        window_from (`str`, defaults to `"slot"`): `"slot"` or `"anchor"`, see `sliding_window`.
         causal_block (`bool`, defaults to `True`): sliding layers are causal inside the block. Full layers never are.
-        block_size (`int`): slots B of a block; slot 0 holds the anchor, the rest `mask_token_id`.
-        mask_token_id (`int`): the id that fills slots 1..B-1.
-        sample_from_anchor (`bool`): slot k predicts position p + k + 1, so that a block gives B drafts; if `False`
-            slot k predicts p + k and a block gives B - 1.
-        correction_head (`str`): `"none"`, `"markov"`, `"gated"`, `"rnn"` or `"domino"`.
-        markov_rank (`int`): rank r of the Markov family.
-        gru_hidden_size, correction_size, pure_draft_prefix_len (`int`): Domino's GRU width, bottleneck, and number of
-            first drafts that stay uncorrected.
-        confidence_head, confidence_with_markov (`bool`): predict each draft's acceptance; with the Markov feature.
-        loop_pseudo (`str`): what stands in for target features in looped drafting: `"pre_norm"` (last layer's state
-            before the final norm, then the context norm) or `"post_norm"`.
-        loop_alignment (`str`): with `sample_from_anchor=False`, `"prediction"` (state that predicted i + 1) or
-            `"position"`.
+        block_size (`int`, defaults to 7): slots B of a block; slot 0 holds the anchor, the rest `mask_token_id`.
+        mask_token_id (`int`, defaults to 0): the id that fills slots 1..B-1.
+        sample_from_anchor (`bool`, defaults to `True`): slot k predicts position p + k + 1, so that a block gives B drafts;
+            if `False` slot k predicts p + k and a block gives B - 1.
+        correction_head (`str`, defaults to `"markov"`): `"none"`, `"markov"`, `"gated"`, `"rnn"` or `"domino"`.
+        markov_rank (`int`, defaults to 64): rank r of the heads `"markov"`, `"gated"` and `"rnn"`.
+        gru_hidden_size (`int`, defaults to 0): width of Domino's GRU.
+        correction_size (`int`, defaults to 0): width of Domino's bottleneck.
+        pure_draft_prefix_len (`int`, defaults to 0): number of first drafts that Domino leaves uncorrected.
+        confidence_head (`bool`, defaults to `False`): predict the acceptance of each draft.
+        confidence_with_markov (`bool`, defaults to `True`): the confidence head also reads the Markov embedding of the
+            token before.
+        loop_pseudo (`str`, defaults to `"pre_norm"`): what stands in for target features in looped drafting: `"pre_norm"`
+            (last layer's state before the final norm, then the context norm) or `"post_norm"`.
+        loop_alignment (`str`, defaults to `"prediction"`): with `sample_from_anchor=False`, `"prediction"` (state that
+            predicted i + 1) or `"position"`.
     """
 
     model_type = "hf_dspark"

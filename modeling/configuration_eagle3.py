@@ -11,12 +11,15 @@ class Eagle3Config(DrafterConfig):
 
     Args (and those of [`DrafterConfig`]):
         chain_length (`int`, defaults to 7): drafts of one stage unless the caller asks for another number.
-        norm_before_residual (`bool`): the first layer's residual stream starts from the normed feature, not the raw.
-        norm_before_fc (`bool`), fc_norm (`bool`): RMS norm in front of the fusion: one over all taps, or one per tap.
-        fc_bias (`bool`): bias of the fusion.
-        norm_output (`bool`): the next slot reads the final-normed output (EAGLE-3.1), not the raw one.
+        norm_before_residual (`bool`, defaults to `False`): the first layer's residual stream starts from the normed
+            feature, not the raw.
+        norm_before_fc (`bool`, defaults to `False`): one RMS norm over all taps in front of the fusion.
+        fc_norm (`bool`, defaults to `False`): one RMS norm per tap in front of the fusion.
+        fc_bias (`bool`, defaults to `False`): bias of the fusion.
+        norm_output (`bool`, defaults to `False`): the next slot reads the final-normed output (EAGLE-3.1), not the raw one.
         norm_head (`bool`, defaults to `True`): the final norm exists; if `False` the head reads the raw output.
-        position_offset (`int`): rotary position of slot i, minus i: 0, or 1 where training used the token's position.
+        position_offset (`int`, defaults to 0): rotary position of slot i, minus i: 0, or 1 where training used the token's
+            position.
     """
 
     model_type = "hf_eagle3"

@@ -29,7 +29,7 @@ class MTPConfig(DrafterConfig):
             `num_hidden_layers` is the number of heads. With one head, its output is fed back for every further draft. With
             more, head k makes draft k from the output of head k - 1, and a stage has no more drafts than heads.
         chain_length (`int`, *optional*): drafts of one stage; by default one per head. Only a single head goes further.
-        hidden_first (`bool`): the projection reads [state, embedding], not [embedding, state].
+        hidden_first (`bool`, defaults to `False`): the projection reads [state, embedding], not [embedding, state].
         norm_output (`bool`, defaults to `True`): the next slot reads the output behind the head's own norm, not before.
         tap_final_norm (`bool`, defaults to `True`): the target's last state is taken behind its final norm, not before.
         num_target_layers (`int`): the target's number of layers.

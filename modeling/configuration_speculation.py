@@ -42,9 +42,9 @@ class SpeculationConfig:
         verification (`str`, defaults to `"ratio"`): `"ratio"` (speculative sampling, arXiv 2211.17192), `"block"`
             (block verification, arXiv 2403.10444) or `"match"` (sample the target and compare). All three give the
             target's distribution; with `do_sample=False` all three are greedy decoding. `"match"` with a `seed` also
-            gives the very tokens of keyed sampling without a drafter.
+            gives the same tokens as keyed sampling without a drafter.
         seed (`int`, *optional*): key of the counter-based noise. `None` draws one from torch's generator, so
-            `set_seed` rules.
+            that transformers' `set_seed` decides.
         loop_gate (`float` or `"auto"`, *optional*): DLoop. Draft another stage while the latest stage's summed
             log-probability is at least this. `"auto"` uses the measured break-even point. `None` drafts one stage.
         max_draft_stages (`int`, defaults to 8): upper bound on stages per round when `loop_gate` is set.
@@ -61,7 +61,12 @@ class SpeculationConfig:
         engine (`str`, defaults to `"own"`): `"own"` is this library's loop, `"stock"` transformers' assisted loop
             (batch 1).
         trust_target (`bool`, defaults to `False`): skip the target's self-check. A target fails it whose logits depend on
-            other tokens of the same forward; the text is then not plain decoding's. Belongs to a call, never stored.
+            other tokens of the same forward; the text may then differ from plain decoding's. Belongs to a call, never
+            stored.
+
+    Raises:
+        TypeError: a field that doesn't exist.
+        ValueError: a value of the wrong kind or range, or fields that exclude each other.
     """
 
     num_draft_tokens: int | None = None
@@ -83,7 +88,7 @@ class SpeculationConfig:
             if name not in known:
                 close = get_close_matches(name, known, 3, 0.5)
                 hint = f"did you mean {' or '.join(map(repr, close))}?" if close else f"known are {', '.join(known)}."
-                raise TypeError(f"SpeculationConfig got {name!r}, which is no knob of this version: {hint}")
+                raise TypeError(f"SpeculationConfig got {name!r}, which is no setting of this version: {hint}")
         return super().__new__(cls)
 
     def __post_init__(self):

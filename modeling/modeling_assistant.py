@@ -25,8 +25,8 @@ class AssistantState:
 
 
 class AssistantDrafter(Drafter):
-    """A chain of drafts from one place: every step reads the last state beside the last token's embedding, stands at the
-    anchor's position, and looks at the keys and values of two target layers.
+    """Gemma 4's assistant: a chain of drafts, each from the last state beside the last token's embedding. All steps stand
+    at the anchor's position and look at the keys and values of two target layers.
 
     Those are computed again from the layers' tapped inputs, by the target's own modules, and kept in the draft cache: so
     rows may have any lengths, and the target's cache stays its own business. Decoding protocol as for

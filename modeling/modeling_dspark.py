@@ -36,7 +36,9 @@ class BlockState:
 
 
 class DSparkDrafter(Drafter):
-    """A block drafter with injected target context and a causal correction head.
+    """DSpark, DFlash and Domino: one pass fills a block, then a correction head draws its tokens from left to right.
+
+    Sources: arXiv 2607.05147 (DSpark), 2602.06036 (DFlash), 2605.29707 (Domino). Load one with [`AutoDrafter`].
 
     Decoding protocol (B active rows, m taps, Dt target hidden size, K = `config.max_block` drafts):
         `cache = new_cache(first_positions[B])`

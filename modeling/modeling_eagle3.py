@@ -218,7 +218,8 @@ class RecursiveDrafter(Drafter):
 
 
 class Eagle3Drafter(RecursiveDrafter):
-    """EAGLE-3: three or more taps, fused; the first layer reads embedding and feature side by side."""
+    """EAGLE-3 (arXiv 2503.01840): one pass per draft; the first layer reads the next token's embedding beside the target's
+    fused hidden states, or its own output where the target has read no token yet. Load one with [`AutoDrafter`]."""
 
     config_class = Eagle3Config
 

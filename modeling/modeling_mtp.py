@@ -68,7 +68,8 @@ class MTPHead(GradientCheckpointingLayer):
 
 
 class MTPDrafter(RecursiveDrafter):
-    """Heads that a target was trained with, or that were trained for it.
+    """Multi-token-prediction heads that a target was trained with, or that were trained for it (arXiv 2412.19437, section
+    2.2).
 
     A single head recurs on its own output. Of several, head j's slot i pairs token i + 1 with the output of head j - 1 at
     slot i - 1, so draft k is what head k makes of draft k - 1; its slots begin at j. `extend` brings all heads' slots up to

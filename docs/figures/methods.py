@@ -132,12 +132,11 @@ def copies():
         box(axes, 0.2 + 1.3 * i, 2.6, 1.2, 0.8, word, color, "white" if color == GREEN else "#222222")
     for i, word in enumerate(["self", ")"]):
         box(axes, 0.2 + 1.3 * (9 + i), 2.6, 1.2, 0.8, word, "white", "#222222", dashed=True)
-        arrow(axes, (4.7 + 1.3 * i, 2.6), (12.5 + 1.3 * i, 2.6))
-    axes.texts[-1].set_text("")
+        style = dict(arrowstyle="-|>", color="#555555", connectionstyle="arc3,rad=0.18")
+        axes.annotate("", xy=(12.5 + 1.3 * i, 2.55), xytext=(4.7 + 1.3 * i, 2.55), arrowprops=style)
     axes.text(0.2, 4.2, "The last tokens occurred before. What followed them there is the draft.", fontsize=10)
-    axes.text(0.2, 1.6, "earlier match", fontsize=9)
-    axes.text(8.0, 1.6, "end of the text", fontsize=9)
-    axes.text(11.9, 1.6, "drafts", fontsize=9)
+    for x, text in ((2.1, "earlier match"), (9.9, "end of the text"), (13.2, "drafts")):
+        axes.text(x, 3.6, text, fontsize=9, ha="center")
     save(figure, "copies")
 
 

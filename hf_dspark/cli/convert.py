@@ -50,7 +50,7 @@ def convert(
     if (borrow or ship_code) and to != "own":
         raise ValueError(f"--borrow and --ship-code are for our own format, and --to is {to}: use --to own, or neither.")
     if borrow and target is None:
-        raise ValueError("--borrow was given without --target, and copies are told by comparing: add --target.")
+        raise ValueError("--borrow was given without --target, and copies are found by comparison with it: add --target.")
     if folder.is_dir() and Path(source).is_dir() and folder.samefile(source):
         raise ValueError(f"FOLDER {folder} is the drafter itself, which would be read and replaced at once: choose another.")
     check_output(folder, "FOLDER", overwrite, folder=True)

@@ -23,7 +23,7 @@ def generate(
         ..., help=f"Hub id or folder; '{EMBEDDED}' is the demo's model. With --server its name there."
     ),
     prompts: Annotated[list[Path], typer.Option(exists=True, help="jsonl of `turns`, `messages` or `prompt`; repeats.")] = ...,
-    out: Annotated[Path, typer.Option(help="Grows by whole lines; a second call goes on.")] = ...,
+    out: Annotated[Path, typer.Option(help="One line per answer; the same command continues an interrupted run.")] = ...,
     drafter: str = typer.Option(None, callback=check_drafter, help="Hub id or folder of a drafter, to speed it up."),
     temperature: Annotated[list[float], typer.Option(help="Taken in turn; 0 is greedy; repeatable.")] = (0.0, 0.7, 1.0),
     max_new_tokens: int = typer.Option(512, help="Longest answer."),
@@ -69,7 +69,7 @@ def generate(
                     answered[row["prompt_id"], row["turn"]] = row["messages"]
                     bar.advance(task)
             except KeyboardInterrupt:
-                say(f"Stopped after {len(answered)} answers. The same command goes on from there.")
+                say(f"Stopped after {len(answered)} answers. The same command continues from there.")
                 raise typer.Exit(130) from None
     say(f"{len(answered)} answers in {out}, settings in {beside}.")
 

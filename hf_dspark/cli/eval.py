@@ -119,7 +119,7 @@ def evaluate(
         named = {text: knobs for text, knobs in zip(setting, settings)} or None
         return _load(model, tokenizer, assistant, plan, header, loads, named, out, plots)
     partial = out.with_name(out.name + ".partial.jsonl")
-    with interruptible(f"answers so far are in {partial}; the same command goes on."), progress() as bar, Busy() as busy:
+    with interruptible(f"answers so far are in {partial}; the same command continues."), progress() as bar, Busy() as busy:
         task = bar.add_task("answers", total=None)
         result = run(model, tokenizer, assistant, plan, header, partial, lambda i, n: bar.update(task, completed=i, total=n))
     write_json({"date": date.today().isoformat(), "processor_share": busy.share, **result}, out)

@@ -42,7 +42,7 @@ def generate(
     batch_file: Annotated[
         Path, typer.Option(exists=True, dir_okay=False, help="jsonl of `prompt`, `turns` or `messages`, not PROMPT.")
     ] = None,
-    out: Annotated[Path, typer.Option(help="Where the answers of --batch-file go; a second call goes on.")] = None,
+    out: Annotated[Path, typer.Option(help="Answers of --batch-file; the same command continues an interrupted run.")] = None,
     batch_size: int = typer.Option(1, min=1, help="Prompts of --batch-file decoded together."),
     max_new_tokens: int = typer.Option(256, min=1, help="Longest answer."),
     temperature: float = typer.Option(0.0, min=0, callback=finite, help="0 is greedy."),
@@ -55,7 +55,7 @@ def generate(
     seed: int = typer.Option(None, min=0, help="Makes sampling repeatable."),
     num_draft_tokens: int = typer.Option(None, min=0, help="Drafts per stage; the drafter's trained length by default."),
     confidence_threshold: float = typer.Option(
-        None, min=0, max=1, callback=finite, help="Verify no draft behind one less certain than this."
+        None, min=0, max=1, callback=finite, help="Stop before the first draft whose confidence is lower."
     ),
     verification: str = typer.Option(None, help="ratio, block or match; all are exact."),
     loop_gate: str = typer.Option(None, help="Draft another stage from this log-probability on, e.g. -0.5, or 'auto'."),
@@ -113,7 +113,7 @@ def generate(
         settings = {"target": target, "drafter": drafter, "seed": seed, "chat": chat, "thinking": thinking, "system": system}
         settings |= {k: v for k, v in options.items() if k not in ("assistant_model", "speculation")}
         settings |= {k: v for k, v in {**loading, "drafter_revision": drafter_revision}.items() if v}
-        with interruptible(f"whole answers are in {out}; the same command goes on."):
+        with interruptible(f"whole answers are in {out}; the same command continues."):
             _many(model, tokenizer, ids_of, prompts, out, batch_size, options, settings)
 
 

@@ -26,8 +26,8 @@ COMMANDS = {
     "eval": Command("Measure acceptance and speed against other ways of generating.", "plots"),
     "calibrate": Command("Fit a drafter's confidence to what its target accepts.", "plots"),
     "profile": Command("Measure what drafting and verifying cost on this machine."),
-    "train": Command("Train a drafter for a target.", "train", "add --resume to go on from the last checkpoint."),
-    "data": Command("Make and look at training data.", "train", "the same command goes on where this one stopped."),
+    "train": Command("Train a drafter for a target.", "train", "add --resume to continue from the last checkpoint."),
+    "data": Command("Make and look at training data.", "train", "the same command continues where this one stopped."),
     "convert": Command("Convert a drafter between published formats."),
     "card": Command("Write a drafter's model card."),
 }

@@ -66,7 +66,7 @@ def profile(
     say(f"One row with {block} drafts pays from tau {needed:.2f} on (a round costs {needed:.2f} plain steps).")
     measured = bar.tasks[task].total is not None
     warn(busy.warning(model.device) if measured else [])
-    place = f"stored in {path}" if measured else f"read from {path}; --again measures anew"
+    place = f"stored in {path}" if measured else f"read from {path}; --again measures again"
     say(f"{costs.key['dtype']}, {costs.key['threads']} threads, {costs.key['machine']}; {place}.", "dim")
 
 

@@ -89,7 +89,7 @@ def prompt_warnings(drafter, tokenizer, chat: bool, thinking: bool | None) -> li
             f"accepted. Pass {flag} to match it."
         )
     if config.template_hash is not None and not chat:
-        warnings.append("The drafter was trained on chats, and this text is read as it stands: pass --chat to match it.")
+        warnings.append("The drafter was trained on chats, and this text is used without a template: pass --chat.")
     elif config.template_hash is not None and config.template_hash != template_hash(tokenizer):
         warnings.append(
             f"The drafter was trained with another chat template (hash {config.template_hash}, this tokenizer's is "

@@ -31,7 +31,7 @@ def train(ctx: typer.Context):
     output, publish = Path(arguments.output_dir), publication(given, arguments)
     old = claim(output, given.resume, given.overwrite)
     if is_finished(output, arguments, given.resume):
-        say(f"The run in {output} is at its end, so there is nothing to train: ask for more steps to go on.")
+        say(f"The run in {output} is finished, so there is nothing to train: set more steps to continue it.")
         return
     trainer, record = prepare(given, arguments)
     for path in old if arguments.process_index == 0 else []:  # only now, as nothing can be refused any more
@@ -95,12 +95,12 @@ def claim(output: Path, resume: bool, overwrite: bool) -> list[Path]:
     if output.exists() and not output.is_dir():
         raise ValueError(f"--output {output} is a file: name a folder.")
     if resume and overwrite:
-        raise ValueError("--resume goes on with a run and --overwrite replaces it: give one of them.")
+        raise ValueError("--resume continues a run and --overwrite replaces it: give one of them.")
     checkpoints = sorted(output.glob("checkpoint-*"))
     found = [*checkpoints, *([output / "final"] if (output / "final").exists() else [])]
     if found and not (resume or overwrite):
         raise ValueError(
-            f"{output} holds a run ({', '.join(path.name for path in found)}): go on with it by --resume, replace it by "
+            f"{output} holds a run ({', '.join(path.name for path in found)}): continue it with --resume, replace it with "
             "--overwrite, or give another --output."
         )
     return checkpoints if overwrite else []
@@ -175,7 +175,7 @@ def write(trainer, final: Path, record: dict) -> None:
         folder = final / name
         (folder / "run.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         if mark_stale(folder):
-            warn([f"{folder / 'README.md'} was written for other weights and says so now: `hf-dspark card` writes it anew."])
+            warn([f"{folder / 'README.md'} was written for other weights and is marked so: run `hf-dspark card`."])
     say(f"Trained: {final}")
 
 

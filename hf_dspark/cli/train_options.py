@@ -83,7 +83,7 @@ def make_parser() -> Parser:
     own.add_argument("--no-thinking", dest="thinking", action="store_const", const=False, help="They show no thinking.")
     own.add_argument("--decode-prompts", type=int, default=8, help="Prompts of --eval-data that each evaluation decodes.")
     own.add_argument("--decode-tokens", type=int, default=64, help="Tokens of each.")
-    own.add_argument("--resume", **switch, default=False, help="Go on from the last checkpoint in the output folder.")
+    own.add_argument("--resume", **switch, default=False, help="Continue from the last checkpoint in the output folder.")
     own.add_argument("--overwrite", **switch, default=False, help="Replace the run in the output folder.")
     own.add_argument("--dtype", default="auto", help="Of the target: auto, float32, bfloat16, float16 or float64.")
     own.add_argument("--device", help="cpu; else what accelerate chooses.")

@@ -30,13 +30,14 @@ class EngineRequest:
 
     Args:
         input_ids (`list[int]` or `torch.Tensor`): [n] or [1, n] the prompt's token ids, without pads.
-        key (`Hashable`, *optional*): your name for it. By default its number in the order of arrival.
-        generation_config ([`GenerationConfig`], *optional*): of this request alone; by default the target's.
+        key (`Hashable`, *optional*): a name of your choice. By default its number in the order of arrival.
+        generation_config ([`GenerationConfig`], *optional*): settings of this request alone; by default the target's.
         options (`dict`): further arguments of `generate` for it, such as `max_new_tokens`, `logits_processor`,
-            `stopping_criteria`, `stop_strings` with `tokenizer`, `streamer`. A result holds tokens, so `output_scores` and its
-            like are of no effect.
-        seed (`int`, *optional*): key of its noise. With `verification="match"` it gives the very tokens of its own `generate`
-            call with that seed. By default the engine's seed plus the number of arrival, or else a drawn one.
+            `stopping_criteria`, `stop_strings` with `tokenizer`, `streamer`. A result holds tokens, so `output_scores` and
+            similar options have no effect.
+        seed (`int`, *optional*): key of its random numbers. With `verification="match"` the tokens are those of a
+            `generate` call with that seed. By default the engine's seed plus the number of arrival, or a random one without
+            a seed.
 
     Raises:
         ValueError: a key that can't be looked up.
@@ -55,13 +56,14 @@ class EngineRequest:
 
 @dataclass(kw_only=True)
 class EngineResult:
-    """What became of a request.
+    """The answer to a request.
 
     Args:
-        key (`Hashable`): of the request. tokens (`list[int]`): the new tokens, the stop token included.
-        reason (`str`): "stop", "length", "criteria", "cancelled" or "error".
+        key (`Hashable`): key of the request.
+        tokens (`list[int]`): the new tokens, the stop token included.
+        reason (`str`): why it ended: "stop", "length", "criteria", "cancelled" or "error".
         error (`Exception`, *optional*): what this request's own code or options raised; where it was raised is in its notes.
-        speculation ([`SpeculationStats`]): its rounds; seconds belong to the engine and are 0 here.
+        speculation ([`SpeculationStats`]): its rounds. Seconds are 0 here: those of the engine are in `engine.seconds`.
     """
 
     key: Hashable
@@ -72,28 +74,29 @@ class EngineResult:
 
 
 class SpeculativeEngine:
-    """Answers many prompts with at most `max_rows` at work at a time.
+    """Answers many prompts, at most `max_rows` at a time. A prompt that waits takes the row of the next answer that ends.
 
-    Greedy results are those of `target.generate(..., assistant_model=drafter)` on each prompt alone, whatever the company, the
-    order or the row; with `verification="match"` and a seed sampled ones are too. What a request's own processor, criterion,
-    streamer or options raise ends that request alone.
+    Greedy results are those of `target.generate(..., assistant_model=drafter)` on each prompt alone, in any order and
+    beside any other prompts. With `verification="match"` and a seed this holds for sampled results too. An error in a
+    request's own processor, criterion, streamer or options ends that request alone.
 
     Args:
         target (`PreTrainedModel`): the model to answer with.
         drafter: one of this library's drafters, or [`CopyDrafter`].
         speculation ([`SpeculationConfig`], *optional*): knobs of all requests; by default the drafter's.
-        max_rows (`int`, defaults to 8): rows at work.
+        max_rows (`int`, defaults to 8): most rows decoded at the same time.
         max_tokens (`int`, *optional*): bound on the cache: rows at work times the longest prompt and budget among them, plus a
             prefix that is kept. A request waits until it fits; one that never can is refused. Buffers grow in steps and may for
             a while hold twice as much.
-        prefill_chunk (`int`, defaults to 512): most prompt tokens read per round, so that a long prompt holds nobody up.
-        shared_prefix (`int`, *optional*, defaults to 32): prompts that share so many first tokens with a row at work take over
-            its cache instead of reading them again. `None` never shares.
-        observer (*optional*): shown every round.
+        prefill_chunk (`int`, defaults to 512): most prompt tokens read per round, so that a long prompt doesn't delay other
+            rows.
+        shared_prefix (`int`, *optional*, defaults to 32): prompts that share at least this many first tokens with a row at
+            work copy its cache instead of reading them again. `None` never shares.
+        observer (`Callable`, *optional*): called with every round.
 
     Raises:
-        ValueError: numbers below 1; `engine="stock"`, which has no rows; what `generate` refuses of target, drafter and knobs
-            becomes every request's result.
+        ValueError: numbers below 1, or `engine="stock"`, which takes one row. What `generate` refuses of target, drafter
+            and settings is every request's result instead.
     """
 
     def __init__(
@@ -133,7 +136,13 @@ class SpeculativeEngine:
         return len(self._rows)
 
     def generate(self, requests: Iterable) -> list[EngineResult]:
-        """Answer all `requests` ([`EngineRequest`] or token ids); the results in their order.
+        """Answer all requests.
+
+        Args:
+            requests (`Iterable`): each an [`EngineRequest`], or token ids.
+
+        Returns:
+            `list` of [`EngineResult`], in the order of the requests.
 
         Raises:
             ValueError: two requests share a key.
@@ -145,13 +154,18 @@ class SpeculativeEngine:
         return [results[request.key] for request in keyed]
 
     def stream(self, requests: Iterable) -> Iterator[EngineResult]:
-        """Answer `requests`, an iterable that is read as rows become free; yields each result when it ends.
+        """Answer requests as rows become free.
 
-        An iterable may say `None` where no request waits at the moment: the rows at work go on, and it is asked again after
-        their next round. One that raises ends like any other, and what it raised is raised when the rows at work have ended.
+        Args:
+            requests (`Iterable`): each an [`EngineRequest`], or token ids. Read when there is room: it may be a generator. It
+                may give `None` where no request waits: the rows at work continue, and it is asked again after their next round.
+                An error it raises is raised again when the rows at work have ended.
+
+        Returns:
+            Iterator of [`EngineResult`], in the order in which answers end.
 
         Raises:
-            RuntimeError: another `stream` of this engine has begun and hasn't ended.
+            RuntimeError: another `stream` of this engine hasn't ended.
         """
         if self._running:
             raise RuntimeError(
@@ -173,8 +187,11 @@ class SpeculativeEngine:
             raise arrivals.error
 
     def cancel(self, key: Hashable) -> None:
-        """End the request of this key in the running stream; its result comes with what it has. One that hasn't come yet ends
-        when it comes. Callable from another thread."""
+        """End a request of the running stream. Its result holds the tokens so far. May be called from another thread.
+
+        Args:
+            key (`Hashable`): key of the request. One that hasn't been read yet ends when it is read.
+        """
         if self._running:
             self._cancelled.add(key)
 

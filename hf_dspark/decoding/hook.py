@@ -53,7 +53,11 @@ _WRAPPERS = {"_assisted_decoding": _wrap_decoding, "_validate_generation_mode": 
 
 
 def install() -> None:
-    """Teach `generate` our drafters, once. Other assistants take transformers' own path."""
+    """Let `generate(assistant_model=...)` accept this library's drafters; `import hf_dspark` calls it.
+
+    It replaces two methods of transformers' `GenerationMixin`. A second call changes nothing. Other assistants take
+    transformers' own path.
+    """
     GenerationConfig.speculation = None  # makes the keyword legal
     if getattr(GenerationMixin._assisted_decoding, MARK, False):
         return
@@ -63,16 +67,23 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Take the hook out again; models given to `attach` keep theirs."""
+    """Undo [`install`]: put transformers' own methods back. Models given to [`attach`] keep theirs."""
     for name, original in _original.items():
         setattr(GenerationMixin, name, original)
     _original.clear()
 
 
 def attach(target):
-    """Give one model the hook and leave transformers alone: its class becomes a subclass of the same name.
+    """Let one model's `generate` accept this library's drafters, and leave transformers unchanged.
 
-    Pickling the model itself is no longer possible; `save_pretrained` and `deepcopy` are as before. Returns `target`.
+    The model's class becomes a subclass of the same name. The model itself can't be pickled afterwards; `save_pretrained`
+    and `deepcopy` work as before.
+
+    Args:
+        target (`PreTrainedModel`): the model.
+
+    Returns:
+        `target`.
     """
     GenerationConfig.speculation = None
     cls = type(target)

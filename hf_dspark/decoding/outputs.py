@@ -19,15 +19,25 @@ def describe_sources(by_source: dict[str, dict[str, int]]) -> str:
 
 @dataclass(repr=False)
 class SpeculationStats:
-    """What was drafted, accepted and spent, per output row and round. The prefill is no round.
+    """What was drafted, accepted and spent, per output row and round. Reading the prompt (the prefill) is no round.
 
-    `acceptance_lengths[row][round]` tokens emitted (bonus included), `draft_lengths` drafts verified, `accepted_lengths`
-    drafts accepted, `draft_stages` drafting stages, `sources` where its drafts came from ("drafter", "copy", "memory",
-    "tree", or "none" for a plain step), `reach` the most drafts it could accept (a tree's depth, a chain's length),
-    `side_branches` accepted drafts that weren't their parent's first child. A round cut by a stop token or the budget
-    counts what it emitted, and as
-    verified only what came before the cut. Seconds: `draft_seconds` (drafting and extending its context), `verify_seconds`
-    (target forwards of rounds), `prefill_seconds`, `overhead_seconds` (the rest of the rounds).
+    Lists are indexed `[row][round]`. A round that ends at a stop token or at the budget counts the tokens it emitted, and as
+    verified only the drafts before that end.
+
+    Args:
+        acceptance_lengths (`list[list[int]]`): tokens emitted, the bonus token included.
+        draft_lengths (`list[list[int]]`): drafts verified.
+        accepted_lengths (`list[list[int]]`): drafts accepted.
+        draft_stages (`list[list[int]]`): drafting stages.
+        sources (`list[list[str]]`): where the drafts came from: "drafter", "copy", "memory", "tree", or "none" for a plain
+            step.
+        reach (`list[list[int]]`): most drafts that the round could accept: a tree's depth, a chain's length.
+        side_branches (`list[list[int]]`): accepted drafts that weren't their parent's first child in a tree.
+        draft_seconds (`float`, defaults to 0.0): seconds of drafting, and of extending the drafter's context.
+        verify_seconds (`float`, defaults to 0.0): seconds of the target's forward passes in rounds.
+        prefill_seconds (`float`, defaults to 0.0): seconds of reading the prompt.
+        overhead_seconds (`float`, defaults to 0.0): seconds of rounds outside both models.
+        notes (`list[str]`): what `"auto"` settings decided and measured.
     """
 
     acceptance_lengths: list[list[int]]

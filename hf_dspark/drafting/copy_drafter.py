@@ -22,12 +22,13 @@ class TheTargets:
 class CopyDrafter:
     """A drafter that copies: `target.generate(**inputs, assistant_model=CopyDrafter())`.
 
-    It proposes what followed the longest earlier match of the text's last tokens. Any decoder-only target, any batch size, any
-    sampling; nothing is loaded or trained.
+    It proposes what followed the longest earlier match of the text's last tokens. It works with any decoder-only target,
+    any batch size and any sampling. Nothing is loaded or trained. Sources: prompt lookup decoding (Saxena 2023), LLMA
+    (arXiv 2304.04487).
 
     Args:
-        memory ([`CopyMemory`], *optional*): texts of other calls and documents of your own to copy from, too.
-        speculation ([`SpeculationConfig`], *optional*): default knobs of its calls. By default `copy="auto"`: copies are
+        memory ([`CopyMemory`], *optional*): texts of other calls and documents of your own, to copy from as well.
+        speculation ([`SpeculationConfig`], *optional*): default settings of its calls. By default `copy="auto"`: copies are
             verified where they are expected to gain time; and `verification="match"`, which accepts a copy as often as the
             others would, and makes the tokens of a `seed` independent of what is copied.
 

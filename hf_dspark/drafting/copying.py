@@ -210,23 +210,24 @@ class CopyIndex:
 
 
 class CopyMemory:
-    """Texts to copy from that are shared by rows and calls: documents of one's own, or earlier answers.
+    """Texts to copy from that are shared by rows and calls: your own documents, or earlier answers.
 
-    Privacy: what one user wrote is proposed to others. The target verifies every proposal, so it is never output unless the
-    target itself would say it there; but whether a proposal was accepted shows in the time an answer takes. Keep one memory
-    per group of users who may know of each other's texts.
+    Privacy: what one user wrote is proposed in other users' calls. The target verifies every proposal, so it is output only
+        where the
+    target itself would say the same. But the time that an answer takes shows whether a proposal was accepted. Use one
+    memory per group of users who may know of each other's texts.
 
-    Bounded: the oldest documents leave first, together with their index entries. Calls from several threads are safe. A call
-    of `add` holds the others up for a few microseconds per token.
+    The size is bounded: the oldest documents are removed first. Calls from several threads are safe. A call of `add` delays
+    other calls by a few microseconds per token.
 
     Args:
-        max_tokens: tokens kept at most, about 180 bytes each, in the worst case 1,000. A longer document keeps its last
-            `max_tokens` tokens.
-        vocabulary_size: of the target that the ids belong to; None is settled by the first `bind` that knows it.
-        tokenizer: a name or hash of the tokenizer that made the ids; None as above.
-        min_match: as for `CopyIndex`, default 3: two tokens that agree with another text say little.
-        max_match: as for `CopyIndex`, default 8.
-        learns: whether the texts of calls that use this memory are added once they end. Default True.
+        max_tokens (`int`, defaults to 1,000,000): most tokens kept, of about 180 bytes each (at most 1,000 bytes). Of a
+            longer document the last `max_tokens` tokens are kept.
+        vocabulary_size (`int`, *optional*): size of the vocabulary that the ids belong to. `None`: set by the first `bind`.
+        tokenizer (`str`, *optional*): a name or hash of the tokenizer that made the ids. `None`: set by the first `bind`.
+        min_match (`int`, defaults to 3): tokens that have to match, at least, before something is copied.
+        max_match (`int`, defaults to 8): longest match that is looked up.
+        learns (`bool`, defaults to `True`): whether the texts of calls that use this memory are added when they end.
 
     Raises:
         ValueError: `max_tokens` below 1, or match lengths out of order.
@@ -276,7 +277,7 @@ class CopyMemory:
         """Remember a document. One too short to be copied from (`min_match` tokens or fewer) is ignored.
 
         Args:
-            tokens: token ids, a prompt with its answer or a text.
+            tokens (`Sequence[int]`): token ids of a text, or of a prompt with its answer.
 
         Raises:
             ValueError: an id outside the vocabulary; the memory is unchanged.

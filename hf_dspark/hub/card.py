@@ -177,7 +177,7 @@ def head(name: str, facts: dict) -> str:
     return f"""# {name}
 
 {article} {facts["family"]} drafter for {link}. It proposes up to {facts["drafts"]} tokens per stage, which the target \
-verifies: what is generated follows the target's own distribution, only sooner.
+verifies. The generated text follows the target's own distribution.
 
 > **Scope.** Drafts for {target} only (other models and fine-tunes accept less). Thinking in the training data: \
 {facts["thinking"]}. Longest training sequence: {length}. In float32 greedy output equals plain decoding, in bfloat16 up to \

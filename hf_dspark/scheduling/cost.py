@@ -175,7 +175,7 @@ class OnlineCost:
     and the data the height. A bucket, one (rows, width), answers with the median of its latest `window` ratios, which
     a stray scheduler slice or a first-call compilation cannot move; between buckets ratios are interpolated, and rows
     never seen borrow the nearest ones. A bucket with fewer than `SETTLED` measurements counts only while its rows have
-    no other: one slice there would make its width look dear, and what looks dear is not measured again.
+    no other: one slow sample would make its width look expensive, and an expensive width is not measured again.
 
     Args:
         prior: a `CostTable` of this machine, or the generic shape.

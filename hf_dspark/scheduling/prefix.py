@@ -99,7 +99,7 @@ def lookahead(
 ) -> int:
     """Drafts per row worth verifying where the forward is padded to the longest row: one more position while some length
     from there on is expected to gain more tokens than its time is worth (ours; [`algorithm1`] looks one position ahead, and
-    so stops at a dear first draft although three together would pay).
+    so stops at an expensive first draft although three together would pay).
 
     What lies ahead is foreseen from earlier rounds and from what was settled before drafting: later confidences, stop tokens,
     cuts and further stages all depend on the draft that is judged. So the rule is exact on any latency.

@@ -1,4 +1,4 @@
-"""Whether drafting pays at all: a drafter that loses is turned down, then off, and asked again at growing intervals.
+"""Whether drafting pays at all: a drafter that costs time drafts less, then nothing, and is tried again at growing intervals.
 
 Decisions use acceptance history and measured costs only, so they are exact with every verification.
 """
@@ -78,7 +78,7 @@ class AcceptanceHistory:
     """Conditional acceptance per draft position over recent rounds, and the survival it implies.
 
     A position's prior is the estimate of the position before it (the first one's is `prior`), worth `weight`
-    observations, so positions that were not tried lately are neither forgotten nor dreamt up. `prior` itself fades like
+    observations. So a position that was not tried lately keeps a plausible estimate. `prior` itself fades like
     an old round.
 
     Args:

@@ -89,8 +89,8 @@ def block_losses(drafter, target_logits, blocks: Blocks, objective: Objective, p
     if len(parts) == 1:
         return sums(parts[0])
     again = torch.is_grad_enabled()
-    done = [checkpoint(sums, part, use_reentrant=False) if again else sums(part) for part in parts]
-    return {key: sum(d[key] for d in done) for key in done[0]}
+    results = [checkpoint(sums, part, use_reentrant=False) if again else sums(part) for part in parts]
+    return {key: sum(d[key] for d in results) for key in results[0]}
 
 
 def _dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

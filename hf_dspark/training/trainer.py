@@ -140,7 +140,7 @@ class DrafterTrainer(Trainer):
         if resume_from_checkpoint is True:
             resume_from_checkpoint = get_last_checkpoint(self.args.output_dir)
             if resume_from_checkpoint is None:
-                raise ValueError(f"There is no checkpoint in {self.args.output_dir} to go on from: train without resuming.")
+                raise ValueError(f"There is no checkpoint in {self.args.output_dir} to continue from: train without resuming.")
         state = finished_state(resume_from_checkpoint, self.args) if resume_from_checkpoint else None
         if state is not None:
             logger.warning(f"{resume_from_checkpoint} is the end of its run, so nothing is trained: ask for more steps.")

@@ -80,7 +80,7 @@ class KeyedNoise(LogitsProcessor):
 
 
 def keyed_processors(generation_config, seed: int, prompt_length: int) -> LogitsProcessorList:
-    """The sampling warpers of `generation_config` followed by keyed noise, in transformers' order.
+    """Processors that sample with keyed random numbers: the warpers of `generation_config`, then the noise.
 
     `target.generate(**inputs, do_sample=False, logits_processor=keyed_processors(config, seed, prompt_length))` samples with
     the noise that `verification="match"` and `SpeculationConfig(seed=seed)` use: token for token the same text, with a
@@ -90,7 +90,10 @@ def keyed_processors(generation_config, seed: int, prompt_length: int) -> Logits
         generation_config (`GenerationConfig`): read for temperature, top_k, top_p and the other warpers. What it leaves open
             is what `generate(do_sample=True)` would use (`top_k=50`).
         seed (`int`): the key.
-        prompt_length (`int`): `input_ids.shape[1]` of the call.
+        prompt_length (`int`): `input_ids.shape[1]` of the call, padding included.
+
+    Returns:
+        `LogitsProcessorList`, for one call.
     """
     makers = (
         ("temperature", lp.TemperatureLogitsWarper, lambda v: v != 1.0),

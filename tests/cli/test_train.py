@@ -136,9 +136,9 @@ def test_a_run_is_never_destroyed_unasked(tmp_path, short):
     assert (out / "final" / "config.json").exists()
     call("card", out / "final")
     kept = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
-    assert "holds a run (checkpoint-2, checkpoint-3, final): go on with it by --resume" in refused(*short, out)
+    assert "holds a run (checkpoint-2, checkpoint-3, final): continue it with --resume" in refused(*short, out)
     assert "give one of them" in refused(*short, out, "--resume", "--overwrite")
-    assert "at its end, so there is nothing to train" in call(*short, out, "--resume")
+    assert "finished, so there is nothing to train" in call(*short, out, "--resume")
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == kept
     assert "Out of date" not in (out / "final" / "README.md").read_text()
 
@@ -188,7 +188,7 @@ def test_ctrl_c_ends_answering_with_what_is_there(tmp_path, world, monkeypatch):
     command = ["data", "generate", world[1], "--prompts", world[0] / "prompts.jsonl", "--out", tmp_path / "a.jsonl"]
     shown = refused(*command, "--max-new-tokens", 4, code=130)
     count = len((tmp_path / "a.jsonl").read_text().splitlines())
-    assert count and f"Stopped after {count} answers. The same command goes on from there." in shown
+    assert count and f"Stopped after {count} answers. The same command continues from there." in shown
 
 
 def test_a_mask_token_is_checked_against_the_data_and_unused_ids_are_named(tmp_path, short, data):

@@ -234,7 +234,7 @@ def test_an_interrupted_run_says_how_to_go_on(world, monkeypatch, command, file)
     with monkeypatch.context() as patch:
         patch.setattr(JsonLines, "append", first_then_interrupt)
         result = call(*arguments(command), "--max-new-tokens", 6)
-        assert result.exit_code == 130 and f"{file}; the same command goes on" in result.output, result.output
+        assert result.exit_code == 130 and f"{file}; the same command continues" in result.output, result.output
     assert call(*arguments(command), "--max-new-tokens", 6).exit_code == 0
 
 

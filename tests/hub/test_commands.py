@@ -21,8 +21,8 @@ def target_of(name):
 def test_convert_writes_a_servers_format(tmp_path):
     name = "zlab-dflash-b8"
     options = ("--to", "speculators", "--target", target_of(name), "--dtype", "bfloat16")
-    done = call("convert", drafter_folder(name), tmp_path, *options)
-    assert done.exit_code == 0, done.output
+    result = call("convert", drafter_folder(name), tmp_path, *options)
+    assert result.exit_code == 0, result.output
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["speculators_model_type"] == "dflash" and config["dtype"] == "bfloat16"
     assert config["speculators_config"]["verifier"]["name_or_path"] == str(target_of(name))
@@ -31,8 +31,8 @@ def test_convert_writes_a_servers_format(tmp_path):
 def test_convert_to_our_own_format_can_borrow_and_ship_code(tmp_path):
     name = "deepspec-dspark-vanilla"
     options = ("--to", "own", "--target", target_of(name), "--borrow", "--ship-code")
-    done = call("convert", drafter_folder(name), tmp_path, *options)
-    assert done.exit_code == 0 and "embed_tokens, lm_head" in done.output
+    result = call("convert", drafter_folder(name), tmp_path, *options)
+    assert result.exit_code == 0 and "embed_tokens, lm_head" in result.output
     drafter = AutoDrafter.from_pretrained(tmp_path)
     assert not drafter.config.own_embedding and not drafter.config.own_head and (tmp_path / "drafter.py").exists()
     assert not {"embed_tokens.weight", "lm_head.weight"} & drafter.state_dict().keys()
@@ -42,8 +42,8 @@ def test_convert_to_our_own_format_can_borrow_and_ship_code(tmp_path):
 def test_borrowing_keeps_what_differs_from_the_target(tmp_path):
     name = "deepspec-dspark-vanilla"
     folder = edited_drafter(tmp_path / "in", name, tensors=lambda t: t | {"lm_head.weight": t["lm_head.weight"] + 1})
-    done = call("convert", folder, tmp_path / "out", "--to", "own", "--target", target_of(name), "--borrow")
-    assert "embed_tokens" in done.output and "lm_head" not in done.output
+    result = call("convert", folder, tmp_path / "out", "--to", "own", "--target", target_of(name), "--borrow")
+    assert "embed_tokens" in result.output and "lm_head" not in result.output
     assert AutoDrafter.from_pretrained(tmp_path / "out").config.own_head
 
 
@@ -51,22 +51,22 @@ def test_convert_takes_facts_that_a_file_leaves_open(tmp_path):
     folder = edited_drafter(tmp_path / "in", "deepspec-dspark-vanilla", {"architectures": ["DFlashDraftModel"]})
     refused = call("convert", folder, tmp_path / "out", "--to", "deepspec")
     assert "doesn't say whether slot k" in refused.output
-    done = call("convert", folder, tmp_path / "out", "--to", "deepspec", "--set", "sample_from_anchor=true")
-    assert done.exit_code == 0, done.output
+    result = call("convert", folder, tmp_path / "out", "--to", "deepspec", "--set", "sample_from_anchor=true")
+    assert result.exit_code == 0, result.output
     assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == ["Qwen3DSparkModel"]
 
 
 def test_refusals_are_one_line_and_an_exit_code(tmp_path):
-    done = call("convert", drafter_folder("deepspec-dflash"), tmp_path / "out", "--to", "zlab")
-    assert done.exit_code == 1 and "can't be exported to 'zlab'" in done.output and "Instead, export to" in done.output
+    result = call("convert", drafter_folder("deepspec-dflash"), tmp_path / "out", "--to", "zlab")
+    assert result.exit_code == 1 and "can't be exported to 'zlab'" in result.output and "Instead, export to" in result.output
     assert "--to own" in call("convert", drafter_folder("deepspec-dflash"), tmp_path, "--to", "zlab", "--borrow").output
     assert "no fact=value" in call("convert", drafter_folder("deepspec-dflash"), tmp_path, "--to", "own", "--set", "x").output
 
 
 def test_card_is_written_from_the_shell(tmp_path):
     load_drafter("zlab-dflash-b8").save_pretrained(tmp_path)
-    done = call("card", tmp_path, "--license", "apache-2.0")
-    assert done.exit_code == 0 and "license: apache-2.0" in (tmp_path / "README.md").read_text()
+    result = call("card", tmp_path, "--license", "apache-2.0")
+    assert result.exit_code == 0 and "license: apache-2.0" in (tmp_path / "README.md").read_text()
 
 
 def test_the_example_converts_and_drafts(monkeypatch, capsys, tmp_path):

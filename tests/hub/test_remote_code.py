@@ -59,15 +59,15 @@ def test_shipped_code_drafts_the_same_without_the_package_and_says_what_generati
     for name in NAMES:
         load_drafter(name).save_pretrained(tmp_path / name, ship_code=True)
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", ALONE, str(golden.ROOT), str(tmp_path), *NAMES],
         cwd=tmp_path,
         env=environment | {"HF_MODULES_CACHE": str(tmp_path / "modules")},
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.count("pip install hf-dspark") == len(NAMES)
+    assert process.returncode == 0, process.stderr[-2000:]
+    assert process.stdout.count("pip install hf-dspark") == len(NAMES)
     for name in NAMES:
         logits = torch.load(tmp_path / name / "logits.pt")
         torch.testing.assert_close(logits, first_logits(load_drafter(name)), atol=1e-6, rtol=1e-6)

@@ -300,7 +300,7 @@ def test_knobs_out_of_range_or_of_another_type_are_refused(fields, words):
     [("num_draft_token", "did you mean 'num_draft_tokens'"), ("verify", "'verification'"), ("xyz", "known are num_draft")],
 )
 def test_an_unknown_knob_is_named_with_the_nearest_known_ones(name, words):
-    with pytest.raises(TypeError, match=f"{name!r}, which is no knob.*{words}"):
+    with pytest.raises(TypeError, match=f"{name!r}, which is no setting.*{words}"):
         SpeculationConfig(**{name: 1})
     knobs = SpeculationConfig(3, seed=5)
     assert pickle.loads(pickle.dumps(knobs)) == copy.deepcopy(knobs) == dataclasses.replace(knobs) == knobs
