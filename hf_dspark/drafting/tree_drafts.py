@@ -1,8 +1,10 @@
 """A drafter's block, or its recursion, as a tree per row: built, kept inside the room, continued by stages and copies."""
 
+import math
 from collections.abc import Callable
 
 import torch
+from transformers import TemperatureLogitsWarper
 
 from hf_dspark.verification.noise import possible
 
@@ -182,6 +184,12 @@ class _Trees:
             plain = s.scorer.empty or not s.scorer.prefix_free
             if plain and (s.noise is None or self.drawing):
                 continue
+            if (t := temperature_of(s.scorer)) is not None and not self.drawing:
+                mine = logits[s.rows].float() / t
+                if s.noise is not None:
+                    mine = mine - mine.amax(-1, keepdim=True) + self._drafters_part(self._gumbel(s, depth))[:, None]
+                out = out.index_copy(0, torch.tensor(s.rows, device=out.device), mine.to(out))
+                continue
             mine = self._whole_vocabulary(logits[s.rows]).float()
             if not plain:
                 places = [place for place in s.places for _ in range(mine.shape[1])]
@@ -216,6 +224,16 @@ class _Trees:
         if all(s.noise is None and (s.scorer.empty or not s.scorer.prefix_free) for s in self.context.sampling):
             return step
 
+        def cheaply(memory, rows, tokens, depth, candidates):
+            """Without a look at the whole vocabulary, where the processors only scale."""
+            logits, memory = step(memory, rows, tokens, depth, candidates)
+            out = logits.float()
+            for s in self.context.sampling:
+                if s.noise is not None:
+                    noise = self._gumbel(s, first + depth).gather(1, self.drafter.target_ids(candidates[s.rows]))
+                    out[s.rows] = out[s.rows] / temperature_of(s.scorer) + noise[:, None]
+            return out, memory
+
         def shown(memory, rows, tokens, depth, candidates):
             logits, memory = step(memory, rows, tokens, depth, candidates)
             wide = candidates[:, None].expand(-1, logits.shape[1], -1)
@@ -223,7 +241,7 @@ class _Trees:
             scores = self._scores(full.scatter(-1, wide, logits), first + depth)
             return scores.gather(-1, wide), memory
 
-        return shown
+        return cheaply if all(temperature_of(s.scorer) is not None for s in self.context.sampling) else shown
 
     def _on_host(self, made: Tree) -> list[Tree]:
         rows = [made.row(r) for r in range(self.rows)]
@@ -305,6 +323,15 @@ class _Trees:
 def _log_softmax(scores: torch.Tensor) -> torch.Tensor:
     """Log-probabilities [..., V]; -inf where there are no scores to make them of."""
     return scores.log_softmax(-1).nan_to_num(-torch.inf, neginf=-torch.inf)
+
+
+def temperature_of(scorer) -> float | None:
+    """The temperature by which a call's processors divide, if that is all they do; 1 where there are none."""
+    if scorer.empty:
+        return 1.0
+    if not scorer.prefix_free or not all(type(p) is TemperatureLogitsWarper for p in scorer.shared):
+        return None
+    return math.prod(p.temperature for p in scorer.shared)
 
 
 def within(tree: Tree, room: int, stop_ids: frozenset[int]) -> Tree:

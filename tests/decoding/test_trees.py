@@ -329,3 +329,25 @@ def test_statistics_count_depths_and_side_branches_not_nodes(llama):
     assert metrics.conditional_acceptance(metrics.pooled(metrics.responses_of(stats))) == pytest.approx(
         stats.conditional_acceptance, nan_ok=True
     )
+
+
+@pytest.mark.parametrize("kind", ["ddtree", "dartree", "jetspec"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_a_temperature_alone_needs_no_look_at_the_whole_vocabulary(kind, temperature, llama, monkeypatch):
+    """The trees are those that the whole vocabulary gives, node for node."""
+    from hf_dspark.drafting import tree_drafts
+
+    drafter, seen = tiny.make_drafter(llama.target, correction_head="markov", markov_rank=4), {}
+    for cheap in (True, False):
+        if not cheap:
+            monkeypatch.setattr(tree_drafts, "temperature_of", lambda scorer: None)
+        drafts = seen[cheap] = []
+        with listening(lambda event, drafts=drafts: drafts.append(event.draft)):
+            llama.target.generate(
+                **llama.padded(), max_new_tokens=12, do_sample=True, temperature=temperature, top_k=0, eos_token_id=None,
+                pad_token_id=0, assistant_model=drafter,
+                speculation=SpeculationConfig(tree=kind, tree_budget=6, seed=3, verification="match"),
+            )  # fmt: skip
+    for one, other in zip(seen[True], seen[False], strict=True):
+        assert one.tokens.equal(other.tokens)
+        assert one.parents is other.parents is None or one.parents.equal(other.parents)
