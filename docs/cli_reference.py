@@ -28,7 +28,9 @@ def shown(value) -> str:
     if value is None or callable(value) or value in ("", "==SUPPRESS==", (), [], {}):
         return ""
     text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-    return f"`{text}`" if len(text) < 60 else "three prompts" if isinstance(value, list | tuple) else f"`{text[:57]}...`"
+    return (
+        f"`{text}`" if len(text) < 60 else "three prompts" if isinstance(value, list | tuple) else f"`{text[:57]}...`"
+    )
 
 
 def parameter(item) -> tuple[str, str, str]:
@@ -43,7 +45,9 @@ def section(title: str, command, level: int = 2) -> str:
     if nested := getattr(command, "commands", {}):
         parts += [section(f"{title} {name}", item, level + 1) for name, item in nested.items()]
     else:
-        usage = re.sub(r"[{\[]([a-z]+)[}\]]", lambda m: m[0].upper().strip("{}"), " ".join(command.collect_usage_pieces(ctx)))
+        usage = re.sub(
+            r"[{\[]([a-z]+)[}\]]", lambda m: m[0].upper().strip("{}"), " ".join(command.collect_usage_pieces(ctx))
+        )
         rows = [parameter(item) for item in command.params]
         parts += [f"```\n{title} {usage}\n```", table(rows)]
     return "\n\n".join(part for part in parts if part)

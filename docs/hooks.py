@@ -1,4 +1,5 @@
-"""What `make docs` checks beyond mkdocs' own strictness: each public name has a docstring and an entry in the API reference."""
+"""What `make docs` checks beyond mkdocs' own strictness: each public name has a docstring and an entry in the API
+reference."""
 
 import re
 from pathlib import Path

@@ -1,7 +1,7 @@
 """A griffe extension: docstrings in the style of transformers' own become what mkdocstrings renders.
 
-[`Name`] becomes a link to a public name. "name (`type`, *optional*, defaults to 1): ..." loses its marks, as the signature
-shows the default. "Args (and those of [`Base`]):" becomes a sentence and a section.
+[`Name`] becomes a link to a public name. "name (`type`, *optional*, defaults to 1): ..." loses its marks, as the
+signature shows the default. "Args (and those of [`Base`]):" becomes a sentence and a section.
 """
 
 import re

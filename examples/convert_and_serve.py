@@ -72,7 +72,7 @@ def main():
             print(f"{name}: {why}\n")
             continue
         facts = dict(target=target_name, folder=folder, drafts=drafter.config.max_block, method=method(drafter.config))
-        print(f"{name}:\n    {command.format(**facts, method_upper=facts["method"].upper())}\n")
+        print(f"{name}:\n    {command.format(**facts, method_upper=facts['method'].upper())}\n")
 
 
 if __name__ == "__main__":

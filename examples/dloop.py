@@ -1,7 +1,7 @@
 """Looped drafting (DLoop): several drafting stages per verification, with a fixed gate, an automatic one, and none.
 
-    python examples/dloop.py TARGET DRAFTER
-    python examples/dloop.py --tiny          # random models: nothing is accepted, and the text is the target's all the same
+python examples/dloop.py TARGET DRAFTER
+python examples/dloop.py --tiny          # random models: nothing is accepted, and the text is the target's all the same
 """
 
 import argparse
@@ -28,7 +28,9 @@ def tiny_models():
 def real_models(target_name, drafter_name, prompt):
     target, tokenizer = load_target(target_name)
     chat = [{"role": "user", "content": prompt}]
-    ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)["input_ids"]
+    ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)[
+        "input_ids"
+    ]
     return target, AutoDrafter.from_pretrained(drafter_name, target=target), ids.to(target.device)
 
 
@@ -51,7 +53,9 @@ def main():
         seconds = stats.draft_seconds + stats.verify_seconds + stats.overhead_seconds
         stages = dict(sorted(Counter(stats.draft_stages[0]).items()))
         verifications = len(stats.draft_stages[0])
-        print(f"{name:>10}: tau {stats.tau:.2f}, {verifications} verifications, {seconds:.2f} s, rounds by stages {stages}")
+        print(
+            f"{name:>10}: tau {stats.tau:.2f}, {verifications} verifications, {seconds:.2f} s, rounds by stages {stages}"
+        )
     if target.dtype == torch.float32:
         print("same text with every gate:", all(torch.equal(texts[0], t) for t in texts))
 

@@ -54,8 +54,12 @@ def main():
     options = dict(max_new_tokens=24 if args.tiny else 256, do_sample=False)
     plain = target.generate(**inputs, **options)
     for name, gate in (("chains of 3", None), ("looped", -0.5)):
-        text = target.generate(**inputs, **options, assistant_model=drafter, speculation=SpeculationConfig(loop_gate=gate))
-        print(f"{name}: {drafter.last_speculation.tau:.2f} tokens per forward of the target and row, batch of {len(text)}")
+        text = target.generate(
+            **inputs, **options, assistant_model=drafter, speculation=SpeculationConfig(loop_gate=gate)
+        )
+        print(
+            f"{name}: {drafter.last_speculation.tau:.2f} tokens per forward of the target and row, batch of {len(text)}"
+        )
         if target.dtype == torch.float32:
             print("the same as without a drafter:", torch.equal(text, plain))
 

@@ -75,14 +75,17 @@ _MODULES = {
 
 
 class _Checkout:
-    """Finds hf_dspark.modeling in a checkout, which keeps it in modeling/ beside this folder; a wheel has it in here."""
+    """Finds hf_dspark.modeling in a checkout, which keeps it in modeling/ beside this folder; a wheel has it in
+    here."""
 
     folder = _Path(__file__).resolve().parent.parent / "modeling"
 
     @classmethod
     def find_spec(cls, name, path=None, target=None):
         if name == f"{__name__}.modeling":
-            return _spec_from_file_location(name, cls.folder / "__init__.py", submodule_search_locations=[str(cls.folder)])
+            return _spec_from_file_location(
+                name, cls.folder / "__init__.py", submodule_search_locations=[str(cls.folder)]
+            )
         return None
 
 
@@ -98,8 +101,8 @@ def _is_command() -> bool:
 def _complete() -> None:
     """Import every public name, register our models with transformers' Auto classes and install the hook.
 
-    Importing this package does all of that: who loads a drafter through `AutoModel`, or as remote code, touches no name of ours
-    that could do it later.
+    Importing this package does all of that: who loads a drafter through `AutoModel`, or as remote code, touches no name
+    of ours that could do it later.
     """
     for module, names in _MODULES.items():
         found = _import_module(f"{__name__}.{module}")

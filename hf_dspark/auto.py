@@ -46,8 +46,9 @@ class AutoDrafter:
     ):
         """Load a drafter in any published format, strictly.
 
-        Every tensor is loaded or borrowed from the target; an error names those that are missing or unknown. With `target`,
-        a drafter of other sizes is refused before its weights are fetched, and the drafter is bound to the target.
+        Every tensor is loaded or borrowed from the target; an error names those that are missing or unknown. With
+        `target`, a drafter of other sizes is refused before its weights are fetched, and the drafter is bound to the
+        target.
 
         Args:
             repo_or_path (`str` or `PathLike`): a Hub id, or a folder with `config.json` and weights.
@@ -60,14 +61,14 @@ class AutoDrafter:
             local_files_only (`bool`, defaults to `False`): use the cache, never the network.
             force_download (`bool`, defaults to `False`): download again.
             subfolder (`str`, defaults to `""`): folder inside the repository.
-            trust_remote_code (`bool`, defaults to `False`): accepted as for other models; code from a checkpoint is never
-                run.
+            trust_remote_code (`bool`, defaults to `False`): accepted as for other models; code from a checkpoint is
+                never run.
             overrides: fields of the drafter's config that the file leaves open or states wrongly, such as
                 `sample_from_anchor=True` or `target_layer_ids=[1, 9, 17]` (0-based layer outputs).
 
         Returns:
-            [`DSparkDrafter`], [`Eagle3Drafter`], [`MTPDrafter`] or [`AssistantDrafter`], in eval mode. `drafter.sources`
-            says where each tensor came from.
+            [`DSparkDrafter`], [`Eagle3Drafter`], [`MTPDrafter`] or [`AssistantDrafter`], in eval mode.
+            `drafter.sources` says where each tensor came from.
 
         Raises:
             TypeError: `target` is no loaded model, or an override is no field of a drafter's config.
@@ -108,8 +109,8 @@ class AutoDrafter:
         """Make a drafter of the multi-token-prediction heads in the target's own checkpoint (arXiv 2412.19437, section
         2.2).
 
-        The heads are read from the folder or repository that the target was loaded from. Embedding and output layer are the
-        target's. The drafter is bound to the target.
+        The heads are read from the folder or repository that the target was loaded from. Embedding and output layer are
+        the target's. The drafter is bound to the target.
 
         Args:
             target (`PreTrainedModel`): loaded with `from_pretrained`.
@@ -158,16 +159,20 @@ def _check_loaded(target):
     if isinstance(target, str | PathLike):
         load = "load_smollm2()[0] (from hf_dspark.embedded)" if target == EMBEDDED else None
         load = load or f"AutoModelForCausalLM.from_pretrained({str(target)!r})"
-        raise TypeError(f"target={str(target)!r} is a name, and a drafter is bound to a loaded model: pass target={load}.")
-    raise TypeError(f"target is a {type(target).__name__}, and a drafter is bound to a loaded model: pass the model itself.")
+        raise TypeError(
+            f"target={str(target)!r} is a name, and a drafter is bound to a loaded model: pass target={load}."
+        )
+    raise TypeError(
+        f"target is a {type(target).__name__}, and a drafter is bound to a loaded model: pass the model itself."
+    )
 
 
 def _load_own(checkpoint, target, load, overrides, **hub):
     cls = OWN.get(checkpoint.config["model_type"])
     if cls is None:
         raise ValueError(
-            f"{checkpoint.name} has model_type={checkpoint.config['model_type']!r}, which this version doesn't know (known are "
-            f"{', '.join(OWN)}): upgrade with `pip install -U hf-dspark`."
+            f"{checkpoint.name} has model_type={checkpoint.config['model_type']!r}, which this version doesn't know "
+            f"(known are {', '.join(OWN)}): upgrade with `pip install -U hf-dspark`."
         )
     if target is not None:
         check_target(cls.config_class.from_dict({**checkpoint.config, **overrides}), target.config)

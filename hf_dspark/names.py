@@ -1,11 +1,19 @@
-"""Names of models: folders, ids on the Hub, and the demo's target. Nothing is read and nobody is asked; imports no torch."""
+"""Names of models: folders, ids on the Hub, and the demo's target. Nothing is read and nobody is asked; imports no
+torch."""
 
 from difflib import get_close_matches
 from pathlib import Path
 
 EMBEDDED = "smollm2"  # what commands and examples call the model of the demo extra
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"  # its id on the Hub
-OWNERLESS = {"gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "distilgpt2", "openai-gpt"}  # ids from the Hub's first years
+OWNERLESS = {
+    "gpt2",
+    "gpt2-medium",
+    "gpt2-large",
+    "gpt2-xl",
+    "distilgpt2",
+    "openai-gpt",
+}  # ids from the Hub's first years
 
 
 def is_hub_id(name: str | None) -> bool:
@@ -36,8 +44,8 @@ def check_place(name: str, subfolder: str = "", kind: str = "drafter") -> None:
         )
     if not path.is_dir() and _is_path(name) and not (kind == "target" and name in OWNERLESS):
         raise OSError(
-            f"{name} was given as a {kind}, and there is no such folder (from {Path.cwd()}); an id on the Hub would read "
-            f"owner/name: give a folder of config.json and weights, or such an id.{_similar(path, kind)}"
+            f"{name} was given as a {kind}, and there is no such folder (from {Path.cwd()}); an id on the Hub would "
+            f"read owner/name: give a folder of config.json and weights, or such an id.{_similar(path, kind)}"
         )
 
 

@@ -12,8 +12,8 @@ class AssistantConfig(DrafterConfig):
 
     Args (and those of [`DrafterConfig`]; sizes are those of the states it exchanges with the target):
         assistant (`dict`, *optional*): transformers' configuration of the assistant, `model_type` included.
-        key_value_layers (`list[int]`): the target's layers whose keys and values are read: the last one with full and the
-            last one with sliding attention that has its own.
+        key_value_layers (`list[int]`): the target's layers whose keys and values are read: the last one with full and
+            the last one with sliding attention that has its own.
         chain_length (`int`, defaults to 4): drafts of one stage unless the caller asks for another number.
         num_target_layers (`int`): the target's number of layers.
     """

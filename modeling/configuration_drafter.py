@@ -8,23 +8,24 @@ BODIES = ("llama", "gemma4")
 class DrafterConfig(PreTrainedConfig):
     """Base of [`DSparkConfig`], [`Eagle3Config`], [`MTPConfig`] and [`AssistantConfig`].
 
-    Facts of a family are class attributes or properties: `family` (its name on a card), `recursive` (a draft costs a pass,
-    and a chain goes on as long as it is asked to), `fixed_block` (a stage can be no longer than `max_block`), `max_block`,
-    `last_tap` (the highest tap, counted from the target's number of layers), `layouts` (what its files look like).
+    Facts of a family are class attributes or properties: `family` (its name on a card), `recursive` (a draft costs a
+    pass, and a chain goes on as long as it is asked to), `fixed_block` (a stage can be no longer than `max_block`),
+    `max_block`, `last_tap` (the highest tap, counted from the target's number of layers), `layouts` (what its files
+    look like).
 
     Args:
         vocab_size (`int`): size of the target's vocabulary V.
         draft_vocab_size (`int`, *optional*): size Vd of the drafter's vocabulary; `None` means V. A reduced vocabulary
             comes with the buffer `d2t` [Vd] of offsets: target id = draft id + d2t[draft id].
         hidden_size (`int`): D. This and `intermediate_size`, `num_hidden_layers`, `num_attention_heads`,
-            `num_key_value_heads`, `head_dim`, `hidden_act`, `rms_norm_eps`, `max_position_embeddings` and `rope_parameters`
-            describe the drafter's own layers, as in transformers. The older `rope_theta` and `rope_scaling` are read as
-            well.
+            `num_key_value_heads`, `head_dim`, `hidden_act`, `rms_norm_eps`, `max_position_embeddings` and
+            `rope_parameters` describe the drafter's own layers, as in transformers. The older `rope_theta` and
+            `rope_scaling` are read as well.
         attention_bias (`bool`): biases of the query, key and value projections.
         attention_output_bias (`bool`): bias of the output projection.
         qk_norm (`bool`, defaults to `True`): RMS norm on queries and keys per head, as in Qwen3.
-        body (`str`, defaults to `"llama"`): `"llama"` for pre-norm layers; `"gemma4"` for norms around attention and MLP, a
-            scalar per layer, normed values and unscaled attention.
+        body (`str`, defaults to `"llama"`): `"llama"` for pre-norm layers; `"gemma4"` for norms around attention and
+            MLP, a scalar per layer, normed values and unscaled attention.
         key_is_value (`bool`): values are the un-normed key projection, which the file then has alone.
         target_layer_ids (`list[int]`): tapped target layers, 0-based; the feature is that layer's output before the
             final norm. -1 is the input of layer 0. The last layer is refused.

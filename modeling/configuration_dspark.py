@@ -20,8 +20,8 @@ class DSparkConfig(DrafterConfig):
         causal_block (`bool`, defaults to `True`): sliding layers are causal inside the block. Full layers never are.
         block_size (`int`, defaults to 7): slots B of a block; slot 0 holds the anchor, the rest `mask_token_id`.
         mask_token_id (`int`, defaults to 0): the id that fills slots 1..B-1.
-        sample_from_anchor (`bool`, defaults to `True`): slot k predicts position p + k + 1, so that a block gives B drafts;
-            if `False` slot k predicts p + k and a block gives B - 1.
+        sample_from_anchor (`bool`, defaults to `True`): slot k predicts position p + k + 1, so that a block gives B
+            drafts; if `False` slot k predicts p + k and a block gives B - 1.
         correction_head (`str`, defaults to `"markov"`): `"none"`, `"markov"`, `"gated"`, `"rnn"` or `"domino"`.
         markov_rank (`int`, defaults to 64): rank r of the heads `"markov"`, `"gated"` and `"rnn"`.
         gru_hidden_size (`int`, defaults to 0): width of Domino's GRU.
@@ -30,8 +30,8 @@ class DSparkConfig(DrafterConfig):
         confidence_head (`bool`, defaults to `False`): predict the acceptance of each draft.
         confidence_with_markov (`bool`, defaults to `True`): the confidence head also reads the Markov embedding of the
             token before.
-        loop_pseudo (`str`, defaults to `"pre_norm"`): what stands in for target features in looped drafting: `"pre_norm"`
-            (last layer's state before the final norm, then the context norm) or `"post_norm"`.
+        loop_pseudo (`str`, defaults to `"pre_norm"`): what stands in for target features in looped drafting:
+            `"pre_norm"` (last layer's state before the final norm, then the context norm) or `"post_norm"`.
         loop_alignment (`str`, defaults to `"prediction"`): with `sample_from_anchor=False`, `"prediction"` (state that
             predicted i + 1) or `"position"`.
     """
@@ -104,12 +104,13 @@ class DSparkConfig(DrafterConfig):
             )
         if self.confidence_head and self.confidence_with_markov and self.correction_head in ("none", "domino"):
             raise ValueError(
-                f"confidence_with_markov=True with correction_head={self.correction_head!r}, which has no Markov feature for "
-                "the confidence head to read: set confidence_with_markov=False, or a head with markov_rank."
+                f"confidence_with_markov=True with correction_head={self.correction_head!r}, which has no Markov "
+                "feature for the confidence head to read: set confidence_with_markov=False, or a head with markov_rank."
             )
         if len(self.layer_types) != self.num_hidden_layers:
             raise ValueError(
-                f"layer_types has {len(self.layer_types)} entries for {self.num_hidden_layers} layers: give one per layer."
+                f"layer_types has {len(self.layer_types)} entries for {self.num_hidden_layers} layers: give one per "
+                "layer."
             )
         if "sliding_attention" in self.layer_types and not self.sliding_window:
             raise ValueError("layer_types asks for sliding_attention without a sliding_window: set sliding_window.")

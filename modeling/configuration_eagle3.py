@@ -16,10 +16,11 @@ class Eagle3Config(DrafterConfig):
         norm_before_fc (`bool`, defaults to `False`): one RMS norm over all taps in front of the fusion.
         fc_norm (`bool`, defaults to `False`): one RMS norm per tap in front of the fusion.
         fc_bias (`bool`, defaults to `False`): bias of the fusion.
-        norm_output (`bool`, defaults to `False`): the next slot reads the final-normed output (EAGLE-3.1), not the raw one.
+        norm_output (`bool`, defaults to `False`): the next slot reads the final-normed output (EAGLE-3.1), not the raw
+            one.
         norm_head (`bool`, defaults to `True`): the final norm exists; if `False` the head reads the raw output.
-        position_offset (`int`, defaults to 0): rotary position of slot i, minus i: 0, or 1 where training used the token's
-            position.
+        position_offset (`int`, defaults to 0): rotary position of slot i, minus i: 0, or 1 where training used the
+            token's position.
     """
 
     model_type = "hf_eagle3"

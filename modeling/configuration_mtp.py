@@ -21,13 +21,14 @@ NOT_OF_A_BLOCK = {*PreTrainedConfig().to_dict(), "torch_dtype", "quantization_co
 class MTPConfig(DrafterConfig):
     """Configuration of an [`MTPDrafter`] (multi-token prediction: DeepSeek-V3, arXiv 2412.19437, section 2.2).
 
-    Slot i reads the target's last state at position i beside the embedding of token i + 1, and predicts i + 2. Its rotary
-    position is that of the token, i + 1. The decoder block is one of the target's own kind, dense or with experts.
+    Slot i reads the target's last state at position i beside the embedding of token i + 1, and predicts i + 2. Its
+    rotary position is that of the token, i + 1. The decoder block is one of the target's own kind, dense or with
+    experts.
 
     Args (and those of [`DrafterConfig`]; sizes of the body are those of `block_config`):
         block_config (`dict`, *optional*): transformers' configuration of the decoder blocks, `model_type` included;
-            `num_hidden_layers` is the number of heads. With one head, its output is fed back for every further draft. With
-            more, head k makes draft k from the output of head k - 1, and a stage has no more drafts than heads.
+            `num_hidden_layers` is the number of heads. With one head, its output is fed back for every further draft.
+            With more, head k makes draft k from the output of head k - 1, and a stage has no more drafts than heads.
         chain_length (`int`, *optional*): drafts of one stage; by default one per head. Only a single head goes further.
         hidden_first (`bool`, defaults to `False`): the projection reads [state, embedding], not [embedding, state].
         norm_output (`bool`, defaults to `True`): the next slot reads the output behind the head's own norm, not before.
@@ -89,13 +90,13 @@ class MTPConfig(DrafterConfig):
             raise ValueError(f"chain_length={self.chain_length} drafts nothing: set the number of drafts, at least 1.")
         if heads > 1 and self.chain_length > heads:
             raise ValueError(
-                f"chain_length={self.chain_length} with {heads} heads, each of which makes one draft of a stage: set it to "
-                f"{heads} or less, and loop_gate to draft more than one stage."
+                f"chain_length={self.chain_length} with {heads} heads, each of which makes one draft of a stage: set "
+                f"it to {heads} or less, and loop_gate to draft more than one stage."
             )
         if heads > 1 and not self.norm_output:
             raise ValueError(
-                f"norm_output=False with {heads} heads, each with a norm of its own that the next one reads behind: set "
-                "norm_output=True, or keep one head."
+                f"norm_output=False with {heads} heads, each with a norm of its own that the next one reads behind: "
+                "set norm_output=True, or keep one head."
             )
 
 

@@ -100,7 +100,8 @@ class RaggedBuffer:
         self.rows = len(order)
 
     def shrink(self, length: int) -> None:
-        """Give back what our rows, of at most `length` entries, don't need, where that is more than half of what is held."""
+        """Give back what our rows, of at most `length` entries, don't need, where that is more than half of what is
+        held."""
         longest = (length // BUCKET + 2) * BUCKET
         if self.keys is None or self.shared or self.keys.shape[0] * self.keys.shape[2] <= 2 * self.rows * longest:
             return

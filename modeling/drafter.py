@@ -56,9 +56,11 @@ def _weight(module) -> torch.Tensor | None:
 
 @dataclass
 class DrafterOutput(ModelOutput):
-    """What a training forward gives: `loss` if labels were given, else the states of the first and (if another) last stage.
+    """What a training forward gives: `loss` if labels were given, else the states of the first and (if another) last
+    stage.
 
-    `hidden`: per stage [B, N, K, D], final-normed; `first`: per stage [B, N, D], slot 0 where it doesn't draft, or None.
+    `hidden`: per stage [B, N, K, D], final-normed; `first`: per stage [B, N, D], slot 0 where it doesn't draft, or
+        None.
     """
 
     loss: torch.Tensor | None = None
@@ -108,8 +110,8 @@ class Drafter(PreTrainedModel):
     def save_pretrained(self, *args, ship_code: bool = False, **kwargs):
         """As for every transformers model.
 
-        `ship_code=True` also writes these model files, for `AutoModel.from_pretrained(..., trust_remote_code=True)` where
-        the package isn't installed. Drafting with a target needs the package all the same.
+        `ship_code=True` also writes these model files, for `AutoModel.from_pretrained(..., trust_remote_code=True)`
+        where the package isn't installed. Drafting with a target needs the package all the same.
         """
         self.config.speculation = self.speculation.to_dict()
         self.config.__dict__.pop("auto_map", None)  # of a checkpoint that shipped its code, which this one may not
@@ -234,7 +236,8 @@ class Drafter(PreTrainedModel):
         return torch.where((labels >= 0) & (known[place] == labels), place, -100)
 
     def _output(self, states, stages: int, input_ids, labels, anchors, position_ids, decay) -> DrafterOutput:
-        """What `forward` returns for the `states` (hidden, first) of the first and the last of `stages`; `decay` [K]."""
+        """What `forward` returns for the `states` (hidden, first) of the first and the last of `stages`; `decay`
+        [K]."""
         hidden, first = zip(*states, strict=True)
         if labels is None:
             return DrafterOutput(hidden=hidden, first=first if first[0] is not None else None)

@@ -25,11 +25,11 @@ class AssistantState:
 
 
 class AssistantDrafter(Drafter):
-    """Gemma 4's assistant: a chain of drafts, each from the last state beside the last token's embedding. All steps stand
-    at the anchor's position and look at the keys and values of two target layers.
+    """Gemma 4's assistant: a chain of drafts, each from the last state beside the last token's embedding. All steps
+    stand at the anchor's position and look at the keys and values of two target layers.
 
-    Those are computed again from the layers' tapped inputs, by the target's own modules, and kept in the draft cache: so
-    rows may have any lengths, and the target's cache stays its own business. Decoding protocol as for
+    Those are computed again from the layers' tapped inputs, by the target's own modules, and kept in the draft cache:
+    so rows may have any lengths, and the target's cache stays its own business. Decoding protocol as for
     [`Eagle3Drafter`]; nothing is fed to the cache while drafting, and a further stage goes on from the last state.
     """
 
@@ -38,7 +38,9 @@ class AssistantDrafter(Drafter):
     def __init__(self, config: AssistantConfig):
         super().__init__(config)
         if not config.assistant:
-            raise ValueError("An AssistantDrafter is one of transformers' assistants, and config.assistant names none: set it.")
+            raise ValueError(
+                "An AssistantDrafter is one of transformers' assistants, and config.assistant names none: set it."
+            )
         self.body = AutoModelForCausalLM.from_config(config.body_config(), attn_implementation="sdpa")
         self.post_init()
 
@@ -61,8 +63,11 @@ class AssistantDrafter(Drafter):
         self._bound |= {"layers": layers, "rotary": decoder.rotary_emb}
         return self
 
-    def keys_values(self, kind: int, states: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [B, heads, T, d] that the target's layer of `kind` makes of its inputs [B, T, D] at `positions`."""
+    def keys_values(
+        self, kind: int, states: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [B, heads, T, d] that the target's layer of `kind` makes of its inputs [B, T, D] at
+        `positions`."""
         layer = self._borrowed("layers")[kind]
         attention, weight = layer.self_attn, layer.self_attn.k_proj.weight
         x = layer.input_layernorm(states.to(weight.device))
@@ -143,6 +148,6 @@ class AssistantDrafter(Drafter):
             ValueError: always.
         """
         raise ValueError(
-            "Gemma 4's assistant can't be trained here, as its layers read keys and values that only decoding computes: train "
-            "a DSpark, EAGLE-3 or MTP drafter for this target."
+            "Gemma 4's assistant can't be trained here, as its layers read keys and values that only decoding "
+            "computes: train a DSpark, EAGLE-3 or MTP drafter for this target."
         )

@@ -17,8 +17,9 @@ from .packed_blocks import PackedContext, block_places, context_places, dense_an
 class BlockState:
     """A drafted block on its way: base logits of the slots that draft, and where the correction head stands.
 
-    `base` [B, K, Vd]; `hidden` [B, K, D] final-normed; `first` [B, D] the state of slot 0 where that slot doesn't draft;
-    `pseudo` [B, K, D] what stands for the target's features if the next stage is drafted. K is the drafts wanted.
+    `base` [B, K, Vd]; `hidden` [B, K, D] final-normed; `first` [B, D] the state of slot 0 where that slot doesn't
+    draft; `pseudo` [B, K, D] what stands for the target's features if the next stage is drafted. K is the drafts
+    wanted.
     """
 
     base: torch.Tensor
@@ -87,7 +88,8 @@ class DSparkDrafter(Drafter):
     def backbone(self, ids: torch.Tensor, positions: torch.Tensor, past, masks: dict) -> torch.Tensor:
         """Last layer's states [B, Q, D], before the final norm, of slot inputs `ids` at `positions` (both [B, Q]).
 
-        `past.update(k, v, layer)` puts the context before the block's own K/V; `masks` maps a layer type to a mask or None.
+        `past.update(k, v, layer)` puts the context before the block's own K/V; `masks` maps a layer type to a mask or
+        None.
         """
         x = self.embed(ids)
         rope = self.rotary_emb(x, positions)
@@ -106,9 +108,9 @@ class DSparkDrafter(Drafter):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Teacher-forced base and corrected logits [..., K, Vd] and confidence logits [..., K], as training needs them.
 
-        `hidden` [..., K, D] final-normed states, `prev` [..., K] the token before each draft (target ids), `first` [..., D]
-        the normed slot 0 where it doesn't draft, `base` the base logits if known. `detach_confidence`: a loss on the
-        confidence reaches the confidence head alone.
+        `hidden` [..., K, D] final-normed states, `prev` [..., K] the token before each draft (target ids), `first`
+        [..., D] the normed slot 0 where it doesn't draft, `base` the base logits if known. `detach_confidence`: a loss
+        on the confidence reaches the confidence head alone.
         """
         base = self.head(hidden) if base is None else base
         logits = base
@@ -142,21 +144,22 @@ class DSparkDrafter(Drafter):
     ) -> DrafterOutput:
         """All blocks of a batch in one pass: the drafts of every anchor, given the target's features before it.
 
-        Blocks are packed behind the context under one mask (DSpark, section 3.4). Stage s of a chain starts K tokens after
-        stage s-1, on the true token, and sees the earlier stages' own states in place of the features it wouldn't have
-        (loop-aware training, arXiv 2610.07659); only the first and the last stage are returned.
+        Blocks are packed behind the context under one mask (DSpark, section 3.4). Stage s of a chain starts K tokens
+        after stage s-1, on the true token, and sees the earlier stages' own states in place of the features it wouldn't
+        have (loop-aware training, arXiv 2610.07659); only the first and the last stage are returned.
 
         Args:
             features (`torch.Tensor`): [B, T, m*Dt], the target's tapped states of `input_ids`.
             input_ids, labels (`torch.Tensor`): [B, T]; labels not shifted, -100 where not supervised.
-            anchors (`torch.Tensor`, *optional*): [B, N] indices into the row, -1 for none. All possible ones by default.
+            anchors (`torch.Tensor`, *optional*): [B, N] indices into the row, -1 for none. All possible ones by
+                default.
             position_ids (`torch.Tensor`, *optional*): [B, T], restarting at 0 with each packed document.
             stages (`int`), detach_chain (`bool`): length of the chains; whether gradients stop between stages.
             position_decay (`float`): the loss of draft k (from 0) weighs exp(-k / position_decay).
 
         Returns:
-            [`DrafterOutput`]: with `labels` the cross entropy, averaged over weights, of the labels the draft vocabulary holds
-            (the stages' mean); without them the states.
+            [`DrafterOutput`]: with `labels` the cross entropy, averaged over weights, of the labels the draft
+            vocabulary holds (the stages' mean); without them the states.
 
         Raises:
             ValueError: neither labels nor anchors.
@@ -240,8 +243,9 @@ class DSparkDrafter(Drafter):
     def start(self, cache, anchor, seed=None, pseudo=None, length: int | None = None) -> BlockState:
         """One backbone pass over the block of `anchor` [B].
 
-        `pseudo` [B, k, D]: states of the previous stage, appended to the context first (looped drafting; the caller rolls
-        the cache back after the round). `length`: drafts wanted, at most `max_block`; the block itself is always whole.
+        `pseudo` [B, k, D]: states of the previous stage, appended to the context first (looped drafting; the caller
+        rolls the cache back after the round). `length`: drafts wanted, at most `max_block`; the block itself is always
+        whole.
         """
         if pseudo is not None:
             self._append_context(cache, self.pseudo_context(pseudo), pseudo.shape[1])
@@ -257,7 +261,8 @@ class DSparkDrafter(Drafter):
         return BlockState(self.head(hidden), hidden, pseudo[:, :length], None if first is None else self.norm(first))
 
     def step(self, cache, state: BlockState, prev: torch.Tensor):
-        """Corrected logits [B, Vd] (temperature 1), confidence logit [B] or None, and the next state, after `prev` [B]."""
+        """Corrected logits [B, Vd] (temperature 1), confidence logit [B] or None, and the next state, after `prev`
+        [B]."""
         k, memory = state.k, state.memory
         hidden, logits, prev = state.hidden[:, k], state.base[:, k], prev.to(self.device)
         if self.correction is not None:
@@ -269,7 +274,8 @@ class DSparkDrafter(Drafter):
 
 
 def sliding_rule(config: DSparkConfig, query, key, anchor) -> torch.Tensor:
-    """Which keys a sliding layer's queries may see, given positions of queries, keys and anchors (broadcast together)."""
+    """Which keys a sliding layer's queries may see, given positions of queries, keys and anchors (broadcast
+    together)."""
     window = config.sliding_window
     near = key > query - window if config.window_from == "slot" else key >= anchor - window
     return near & (key <= query) if config.causal_block else near

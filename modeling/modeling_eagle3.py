@@ -150,14 +150,15 @@ class RecursiveDrafter(Drafter):
         Args:
             features (`torch.Tensor`): [B, T, m*Dt], the target's tapped states of `input_ids`.
             input_ids, labels (`torch.Tensor`): [B, T]; labels not shifted, -100 where not supervised.
-            anchors (`torch.Tensor`, *optional*): [B, N] indices into the row, -1 for none. All possible ones by default.
+            anchors (`torch.Tensor`, *optional*): [B, N] indices into the row, -1 for none. All possible ones by
+                default.
             position_ids (`torch.Tensor`, *optional*): [B, T], restarting at 0 with each packed document.
             stages (`int`), detach_chain (`bool`): length of the chains; whether gradients stop between stages.
             step_decay (`float`, *optional*): the loss of draft k (from 0) weighs step_decay^k. The family's by default.
 
         Returns:
-            [`DrafterOutput`]: with `labels` the cross entropy, averaged over weights, of the labels the draft vocabulary holds
-            (the stages' mean); without them the outputs.
+            [`DrafterOutput`]: with `labels` the cross entropy, averaged over weights, of the labels the draft
+            vocabulary holds (the stages' mean); without them the outputs.
 
         Raises:
             ValueError: neither labels nor anchors.
@@ -170,7 +171,9 @@ class RecursiveDrafter(Drafter):
             anchors = dense_anchors(labels, position_ids)
         anchors, K = self.usable_anchors(anchors, position_ids), self.config.max_block
         slots = (anchors - 1).clamp(min=0)
-        steps = self.unroll(features, input_ids.roll(-1, 1), stages * K, position_ids, slots, K if detach_chain else None)
+        steps = self.unroll(
+            features, input_ids.roll(-1, 1), stages * K, position_ids, slots, K if detach_chain else None
+        )
         states = [(torch.stack(steps[s * K : (s + 1) * K], 2), None) for s in sorted({0, stages - 1})]
         decay = (self.config.step_decay if step_decay is None else step_decay) ** torch.arange(K, device=anchors.device)
         return self._output(states, stages, input_ids, labels, anchors, position_ids, decay)
@@ -181,11 +184,14 @@ class RecursiveDrafter(Drafter):
         return anchors.masked_fill(begins, -1)
 
     def block_logits(self, hidden, prev, first=None, base=None, detach_confidence=False):
-        """[`DSparkDrafter.block_logits`] of outputs [..., K, D]: base and corrected logits are one, confidence is None."""
+        """[`DSparkDrafter.block_logits`] of outputs [..., K, D]: base and corrected logits are one, confidence is
+        None."""
         logits = self.logits(hidden)
         return logits, logits, None
 
-    def unroll(self, features, next_tokens, steps: int, position_ids=None, slots=None, detach_every=None) -> list[torch.Tensor]:
+    def unroll(
+        self, features, next_tokens, steps: int, position_ids=None, slots=None, detach_every=None
+    ) -> list[torch.Tensor]:
         """Training-time test: outputs [B, N, D] of each of `steps` steps of the chains that start at `slots`.
 
         Step j of the chain that starts at slot i reads its own output of step j - 1 and token i + 1 + j. It lies at
@@ -206,20 +212,27 @@ class RecursiveDrafter(Drafter):
         document = (positions == 0).cumsum(1)
         mask, past = (document[:, :, None] == document[:, None]).tril(), ChainKeys({})
         hidden = self.backbone(self.project(features), tokens, positions, past, mask[:, None])[rows, slots]
-        mask, own, outputs = mask[rows, slots], torch.eye(slots.shape[1], dtype=torch.bool, device=self.device), [hidden]
+        mask, own, outputs = (
+            mask[rows, slots],
+            torch.eye(slots.shape[1], dtype=torch.bool, device=self.device),
+            [hidden],
+        )
         for j in range(1, steps):
             cut = detach_every and j % detach_every == 0
             past = ChainKeys(detached_after(T, past.layers) if cut else past.layers)
             mask = torch.cat([mask, own.expand(B, -1, -1)], -1)
             hidden = hidden.detach() if cut else hidden
-            hidden = self.backbone(hidden, tokens[rows, (slots + j) % T], positions[rows, slots] + j, past, mask[:, None])
+            hidden = self.backbone(
+                hidden, tokens[rows, (slots + j) % T], positions[rows, slots] + j, past, mask[:, None]
+            )
             outputs.append(hidden)
         return outputs
 
 
 class Eagle3Drafter(RecursiveDrafter):
-    """EAGLE-3 (arXiv 2503.01840): one pass per draft; the first layer reads the next token's embedding beside the target's
-    fused hidden states, or its own output where the target has read no token yet. Load one with [`AutoDrafter`]."""
+    """EAGLE-3 (arXiv 2503.01840): one pass per draft; the first layer reads the next token's embedding beside the
+    target's fused hidden states, or its own output where the target has read no token yet. Load one with
+    [`AutoDrafter`]."""
 
     config_class = Eagle3Config
 

@@ -36,8 +36,8 @@ def skeleton(body):
             decoder = AutoModel.from_config(body, attn_implementation="eager")
     if not hasattr(decoder, "rotary_emb"):
         raise ValueError(
-            f"block_config has model_type={body.model_type!r}, whose layers don't rotate by position, so a head can't tell "
-            "them where its tokens lie: use a block of an architecture with rotary positions."
+            f"block_config has model_type={body.model_type!r}, whose layers don't rotate by position, so a head can't "
+            "tell them where its tokens lie: use a block of an architecture with rotary positions."
         )
     return decoder
 
@@ -68,12 +68,13 @@ class MTPHead(GradientCheckpointingLayer):
 
 
 class MTPDrafter(RecursiveDrafter):
-    """Multi-token-prediction heads that a target was trained with, or that were trained for it (arXiv 2412.19437, section
-    2.2).
+    """Multi-token-prediction heads that a target was trained with, or that were trained for it (arXiv 2412.19437,
+    section 2.2).
 
-    A single head recurs on its own output. Of several, head j's slot i pairs token i + 1 with the output of head j - 1 at
-    slot i - 1, so draft k is what head k makes of draft k - 1; its slots begin at j. `extend` brings all heads' slots up to
-    the anchor, and a further stage does the same with the last stage's outputs in place of the target's states.
+    A single head recurs on its own output. Of several, head j's slot i pairs token i + 1 with the output of head j - 1
+    at slot i - 1, so draft k is what head k makes of draft k - 1; its slots begin at j. `extend` brings all heads'
+    slots up to the anchor, and a further stage does the same with the last stage's outputs in place of the target's
+    states.
     """
 
     config_class = MTPConfig
@@ -138,8 +139,8 @@ class MTPDrafter(RecursiveDrafter):
     # ------------------------------------------------------------------ decoding protocol
 
     def new_cache(self, first_positions: torch.Tensor) -> DraftCache:
-        """As [`RecursiveDrafter.new_cache`]. Behind the heads' keys and values, the outputs of all but the last head lie in
-        places of their own: at the next round, the next head reads the last of them."""
+        """As [`RecursiveDrafter.new_cache`]. Behind the heads' keys and values, the outputs of all but the last head
+        lie in places of their own: at the next round, the next head reads the last of them."""
         return DraftCache(2 * self.config.num_hidden_layers - 1, first_positions)
 
     def _feed(self, cache: DraftCache, hidden, tokens, counts, first: int = 0, embeddings=None) -> torch.Tensor:
@@ -191,8 +192,11 @@ class MTPDrafter(RecursiveDrafter):
 
     # ------------------------------------------------------------------ training
 
-    def unroll(self, features, next_tokens, steps: int, position_ids=None, slots=None, detach_every=None) -> list[torch.Tensor]:
-        """As [`RecursiveDrafter.unroll`]. With several heads, step k is head k over the whole sequence, the true tokens fed
+    def unroll(
+        self, features, next_tokens, steps: int, position_ids=None, slots=None, detach_every=None
+    ) -> list[torch.Tensor]:
+        """As [`RecursiveDrafter.unroll`]. With several heads, step k is head k over the whole sequence, the true tokens
+        fed
         in: no draft reads a draft's state but those of its own chain, so this is what decoding computes.
 
         Raises:
@@ -208,8 +212,8 @@ class MTPDrafter(RecursiveDrafter):
             return super().unroll(features, next_tokens, steps, position_ids, slots, detach_every)
         if steps > heads:
             raise ValueError(
-                f"Chains of {steps} drafts were asked for, and {heads} heads make one each: set loop_exposure=0, or train a "
-                "single head, which recurs."
+                f"Chains of {steps} drafts were asked for, and {heads} heads make one each: set loop_exposure=0, or "
+                "train a single head, which recurs."
             )
         B, T = next_tokens.shape
         tokens, rows = next_tokens.to(self.device), torch.arange(B, device=self.device)[:, None]

@@ -28,15 +28,16 @@ class Places(NamedTuple):
 def may_see(query: Places, key: Places) -> torch.Tensor:
     """Whether a slot may look at a key: real tokens of its document before its chain's first anchor, and its own chain.
 
-    Elementwise, so it makes a dense mask by broadcasting and a flex mask index by index. What a chain holds at a time is
-    the pseudo-context of its earlier stages and the block at work, and all of that may be seen.
+    Elementwise, so it makes a dense mask by broadcasting and a flex mask index by index. What a chain holds at a time
+    is the pseudo-context of its earlier stages and the block at work, and all of that may be seen.
     """
     context = (key.chain < 0) & (key.document == query.document) & (key.index < query.anchor)
     return context | (key.chain == query.chain)
 
 
 def context_places(position_ids: torch.Tensor) -> Places:
-    """Places of the real tokens; `position_ids` [B, T] restart at 0 with each document (padding: every token its own)."""
+    """Places of the real tokens; `position_ids` [B, T] restart at 0 with each document (padding: every token its
+    own)."""
     index = torch.arange(position_ids.shape[1], device=position_ids.device).expand_as(position_ids)
     nothing = torch.full_like(index, -1)
     return Places(nothing, index, (position_ids == 0).cumsum(1), nothing, nothing)
@@ -92,7 +93,8 @@ class PackedContext:
 
 
 def chain_labels(labels: torch.Tensor, position_ids: torch.Tensor, anchors: torch.Tensor, count: int) -> torch.Tensor:
-    """Labels [B, N, count] of the tokens after each anchor; -100 from the first one that isn't supervised or not the anchor's.
+    """Labels [B, N, count] of the tokens after each anchor; -100 from the first one that isn't supervised or not the
+    anchor's.
 
     `labels` [B, T] are the ids themselves where supervised, else -100 (not shifted). An anchor of -1 gets none.
     """

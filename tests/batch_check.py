@@ -1,8 +1,10 @@
-"""Wall clock of plain, fixed-length and scheduled decoding at batch 1 to 16; run by hand, with the machine otherwise idle.
+"""Wall clock of plain, fixed-length and scheduled decoding at batch 1 to 16; run by hand, with the machine otherwise
+idle.
 
 python tests/batch_check.py TARGET DRAFTER PROMPTS.jsonl...      (TARGET smollm2: the demo's model)
 
-Profiles the pair first, as `hf-dspark profile` does. Methods take turns on the same prompts; the median of the repeats counts.
+Profiles the pair first, as `hf-dspark profile` does. Methods take turns on the same prompts; the median of the repeats
+counts.
 """
 
 import random
@@ -27,7 +29,10 @@ def main(target_name, drafter_name, *files):
     if target_name == "smollm2":
         target, tokenizer = load_smollm2(torch.bfloat16)
     else:
-        target, tokenizer = AutoModelForCausalLM.from_pretrained(target_name), AutoTokenizer.from_pretrained(target_name)
+        target, tokenizer = (
+            AutoModelForCausalLM.from_pretrained(target_name),
+            AutoTokenizer.from_pretrained(target_name),
+        )
     drafter = AutoDrafter.from_pretrained(drafter_name, target=target.eval(), dtype=target.dtype)
     cached_profile(target, drafter, rows=ROWS, widths=tuple(range(1, drafter.config.max_block + 2)))
     prompts = [p.turns[0] for file in files for p in read_prompts(file, 16)]
@@ -38,7 +43,9 @@ def main(target_name, drafter_name, *files):
         speeds = {name: [] for name in METHODS}
         for turn in range(REPEATS + 1):
             chats = [[{"role": "user", "content": p}] for p in (prompts * 2)[turn * rows : (turn + 1) * rows]]
-            options = dict(tokenize=True, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True)
+            options = dict(
+                tokenize=True, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
+            )
             inputs = tokenizer.apply_chat_template(chats, **options)
             for name in random.Random(turn).sample(list(METHODS), len(METHODS)):
                 knobs = METHODS[name]
@@ -47,7 +54,9 @@ def main(target_name, drafter_name, *files):
                 out = target.generate(**inputs, do_sample=False, eos_token_id=None, max_new_tokens=TOKENS, **extra)
                 assert out.shape[1] == inputs["input_ids"].shape[1] + TOKENS
                 speeds[name].append(rows * TOKENS / (time.perf_counter() - began))
-        print(f"{rows:5} | " + " | ".join(f"{median(s[1:]):.1f}" for s in speeds.values()), flush=True)  # the first warms up
+        print(
+            f"{rows:5} | " + " | ".join(f"{median(s[1:]):.1f}" for s in speeds.values()), flush=True
+        )  # the first warms up
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""Run by hand on a quiet machine: `OMP_NUM_THREADS=1 PYTHONPATH=. python tests/copies_check.py [DRAFTER]`. Copies by the clock.
+"""Run by hand on a quiet machine: `OMP_NUM_THREADS=1 PYTHONPATH=. python tests/copies_check.py [DRAFTER]`. Copies by
+the clock.
 
-SmolLM2-135M-Instruct in bfloat16, greedy. Texts that don't repeat (the copy index is shown unique tokens in their place, so
-that copies are looked for and never found) must cost at most 1 % against copy=None; the predictable prompts of examples/ should
-be at least three times as fast as plain decoding. Ways take turns on every prompt, and medians over the repeats are compared.
+SmolLM2-135M-Instruct in bfloat16, greedy. Texts that don't repeat (the copy index is shown unique tokens in their
+place, so that copies are looked for and never found) must cost at most 1 % against copy=None; the predictable prompts
+of examples/ should be at least three times as fast as plain decoding. Ways take turns on every prompt, and medians over
+the repeats are compared.
 """
 
 import json

@@ -1,9 +1,11 @@
-"""What copies are worth along known answers. Run by hand: `PYTHONPATH=. python tests/copies_replay.py ANSWERS.jsonl DRAFTER`.
+"""What copies are worth along known answers. Run by hand: `PYTHONPATH=. python tests/copies_replay.py ANSWERS.jsonl
+DRAFTER`.
 
-Greedy answers of SmolLM2-135M-Instruct (`input_ids`, `prompt_len`, `temperature`, one object a line) are decoded again by the
-policy, with the drafter's real drafts at every place and with the copies that the text offers there; time is counted in
-profiled costs. Prints tokens per round and the speed over plain decoding for: the drafter alone, copies alone from matches of
-one or of two tokens on, both, and both with the drafter's block continued by a copy where that is expected to pay.
+Greedy answers of SmolLM2-135M-Instruct (`input_ids`, `prompt_len`, `temperature`, one object a line) are decoded again
+by the policy, with the drafter's real drafts at every place and with the copies that the text offers there; time is
+counted in profiled costs. Prints tokens per round and the speed over plain decoding for: the drafter alone, copies
+alone from matches of one or of two tokens on, both, and both with the drafter's block continued by a copy where that is
+expected to pay.
 """
 
 import json
@@ -27,7 +29,8 @@ LIMIT = 10
 
 @torch.no_grad()
 def drafts_along(target, drafter, ids: list[int], start: int) -> dict[int, tuple[list[int], float]]:
-    """By the number of committed tokens: the drafts there, and the chance that they are all accepted as its head sees it."""
+    """By the number of committed tokens: the drafts there, and the chance that they are all accepted as its head sees
+    it."""
     out, tokens, K = {}, torch.tensor([ids]), 3
     with FeatureTap(target, drafter.config.target_layer_ids) as tap:
         target(input_ids=tokens)
@@ -56,8 +59,9 @@ def right(drafts: list[int], rest: list[int]) -> int:
 
 
 class Replay:
-    """One way of drafting over all answers, with one policy that learns along. `shortest`: matches that are copied from, None
-    for no copies; `drafting`: whether there is a drafter; `continued`: whether its block may go on as a copy."""
+    """One way of drafting over all answers, with one policy that learns along. `shortest`: matches that are copied
+    from, None for no copies; `drafting`: whether there is a drafter; `continued`: whether its block may go on as a
+    copy."""
 
     def __init__(self, shortest=None, drafting=False, continued=False):
         self.shortest, self.drafting, self.continued = shortest, drafting, continued
@@ -78,8 +82,14 @@ class Replay:
             drafted, width = not length and planned > 0, 1 + len(offered) + len(extra)
             spent = 7.0 * drafted, TABLE.verify_seconds(width)
             source = "copy" if length else "drafter" if drafted else "none"
-            round_ = SimpleNamespace(sources=[source], stages=[1], tokens=SimpleNamespace(shape=(1, 3)), confidence=None,
-                                     parents=None, lengths=[len(offered)])
+            round_ = SimpleNamespace(
+                sources=[source],
+                stages=[1],
+                tokens=SimpleNamespace(shape=(1, 3)),
+                confidence=None,
+                parents=None,
+                lengths=[len(offered)],
+            )
             self.policy.observe(round_, [len(offered)], [min(a, len(offered))], width, *spent)
             self.policy.observe_copies([(copy, "copy")], [rest[: a + 1]])
             if drafted and a >= 3 and self.continued and self.asked.tokens:  # what would have gone on behind the block

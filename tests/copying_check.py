@@ -1,6 +1,8 @@
-"""Run by hand: `OMP_NUM_THREADS=1 python tests/copying_check.py`. Time and memory per token of the copy index as a text grows.
+"""Run by hand: `OMP_NUM_THREADS=1 python tests/copying_check.py`. Time and memory per token of the copy index as a text
+grows.
 
-Each text is built token by token with a proposal after every token. The times are medians over the last thousand tokens.
+Each text is built token by token with a proposal after every token. The times are medians over the last thousand
+tokens.
 """
 
 import random

@@ -1,6 +1,6 @@
 """What becomes of every generation option with a drafter: tried out on a tiny target and written to docs/generation_options.md.
 
-    python tests/generation_options.py      rewrites the file; a test says when that is needed
+python tests/generation_options.py      rewrites the file; a test says when that is needed
 """
 
 import string

@@ -1,7 +1,7 @@
 """Run by hand on a CUDA machine: `python tests/gpu_check.py`. Random models, under four minutes, one line per check.
 
-Keyed equality in float32 on the GPU and against the CPU, sdpa and (where installed) flash attention at equal lengths, bf16,
-drafter and target on different devices, and the loop's overhead per round at Qwen3-4B shapes.
+Keyed equality in float32 on the GPU and against the CPU, sdpa and (where installed) flash attention at equal lengths,
+bf16, drafter and target on different devices, and the loop's overhead per round at Qwen3-4B shapes.
 """
 
 import copy
@@ -14,7 +14,12 @@ from transformers.utils import is_flash_attn_2_available
 from hf_dspark import DSparkConfig, DSparkDrafter, SpeculationConfig, keyed_processors
 
 SMALL = dict(
-    vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2
+    vocab_size=512,
+    hidden_size=128,
+    intermediate_size=256,
+    num_hidden_layers=6,
+    num_attention_heads=4,
+    num_key_value_heads=2,
 )
 QWEN3_4B = dict(
     vocab_size=151936,
@@ -62,7 +67,9 @@ def keyed(target, drafter, batch, seed):
     call = dict(**batch, max_new_tokens=48)
     plain = target.generate(**call, do_sample=False, logits_processor=keyed_processors(config, seed, 24))
     speculation = SpeculationConfig(verification="match", seed=seed, loop_gate=-20.0, max_draft_stages=3)
-    fast = target.generate(**call, do_sample=True, temperature=0.8, top_k=50, assistant_model=drafter, speculation=speculation)
+    fast = target.generate(
+        **call, do_sample=True, temperature=0.8, top_k=50, assistant_model=drafter, speculation=speculation
+    )
     return plain, fast
 
 
@@ -113,7 +120,9 @@ def main():
     report("bf16 runs", fast.shape[0] == 4, f"{(plain == fast).float().mean():.3f} of tokens equal (kernel rounding)")
     if is_flash_attn_2_available():
         target, drafter = pair(SMALL, torch.bfloat16, "cuda", "flash_attention_2")
-        out = target.generate(**inputs(1, "cuda", ragged=False), assistant_model=drafter, max_new_tokens=32, do_sample=False)
+        out = target.generate(
+            **inputs(1, "cuda", ragged=False), assistant_model=drafter, max_new_tokens=32, do_sample=False
+        )
         ok &= report("flash attention at equal lengths", out.shape[1] == 56)
     else:
         print("skip flash attention: not installed")

@@ -10,7 +10,8 @@ from urllib.parse import unquote, urlparse
 
 
 class Hub:
-    """`repos[id][revision]` maps paths to bytes. `faults[path]` may be "cut" (half the bytes) or "flip" (one bit wrong).
+    """`repos[id][revision]` maps paths to bytes. `faults[path]` may be "cut" (half the bytes) or "flip" (one bit
+    wrong).
 
     `requests` lists "METHOD /path" in order; `tokens` the authorization headers seen.
     """
@@ -69,7 +70,9 @@ class _Handler(BaseHTTPRequestHandler):
             files = self.hub.repos.get(found[1], {}).get(found[2] or "main")
             if files is not None:
                 siblings = [{"rfilename": name} for name in files]
-                return self.answer(200, {"id": found[1], "sha": commit_of(files), "siblings": siblings, "private": False})
+                return self.answer(
+                    200, {"id": found[1], "sha": commit_of(files), "siblings": siblings, "private": False}
+                )
         self.answer(404, {"error": "not found"}, X_Error_Code="RepoNotFound")
 
     def resolve(self, repo, revision, name):
@@ -105,7 +108,9 @@ class _Handler(BaseHTTPRequestHandler):
         if path == "/api/validate-yaml":
             return self.answer(200, {"errors": [], "warnings": []})
         if found := re.fullmatch(r"/api/models/(.+)/preupload/([^/]+)", path):
-            files = [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in json.loads(body)["files"]]
+            files = [
+                {"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in json.loads(body)["files"]
+            ]
             return self.answer(200, {"files": files})
         if found := re.fullmatch(r"/api/models/(.+)/commit/([^/]+)", path):
             files = self.hub.repos[found[1]].setdefault(found[2], {})

@@ -13,7 +13,8 @@ from hf_dspark.verification.commit import commit
 class Branches:
     """Runs a function once for every way its random choices can fall out.
 
-    `choose(probabilities)` inside the function picks an index; `runs(f)` yields (probability, f's result) of every outcome.
+    `choose(probabilities)` inside the function picks an index; `runs(f)` yields (probability, f's result) of every
+    outcome.
     """
 
     def runs(self, f):
@@ -42,7 +43,8 @@ class Branches:
 
 
 class BranchNoise:
-    """Stands for `Noise` of one row: draws and coins become branches. `thresholds[i]` is what coin i is compared with."""
+    """Stands for `Noise` of one row: draws and coins become branches. `thresholds[i]` is what coin i is compared
+    with."""
 
     def __init__(self, branches: Branches, thresholds=()):
         self.branches, self.thresholds = branches, thresholds
@@ -95,7 +97,8 @@ def text_law(model: ToyModel, length: int, start=(), stop=None) -> dict:
 
 
 def judge(branches, verify, target: ToyModel, tokens: list[int], qs, lengths=None):
-    """One verdict of `verify` on the drafts `tokens` [L] drawn from `qs` ([L, V], or None for one-hot): the emitted tokens."""
+    """One verdict of `verify` on the drafts `tokens` [L] drawn from `qs` ([L, V], or None for one-hot): the emitted
+    tokens."""
     L, V = len(tokens), target.vocab
     p = torch.stack([target.law(tuple(tokens[:i])) for i in range(L + 1)])
     drafts, asked = torch.tensor([tokens], dtype=torch.long).view(1, L), []
@@ -112,7 +115,8 @@ def judge(branches, verify, target: ToyModel, tokens: list[int], qs, lengths=Non
         thresholds = []
         if verify is chain.verify_ratio:
             thresholds = [
-                float(chain.acceptance(p[i : i + 1], None if qs is None else qs[i][None], drafts[:, i])) for i in range(L)
+                float(chain.acceptance(p[i : i + 1], None if qs is None else qs[i][None], drafts[:, i]))
+                for i in range(L)
             ]
         elif L:
             hot = torch.nn.functional.one_hot(drafts[0], V).double()
@@ -123,13 +127,15 @@ def judge(branches, verify, target: ToyModel, tokens: list[int], qs, lengths=Non
 
 
 def round_law(verify, target, drafter, rule, length=3, one_hot=False, stop=None, wrong_q=None) -> tuple[dict, float]:
-    """Exact law of the next `length` tokens when one round is drafted and verified and the target writes the rest; and the
-    expected number of accepted drafts.
+    """Exact law of the next `length` tokens when one round is drafted and verified and the target writes the rest; and
+    the expected number of accepted drafts.
 
-    `rule(tokens, laws) -> bool | None` is asked before (`tokens` lacks draft i) and after (it has it) each draft whether to go
-    on: False before ends the draft without it, False after with it, "drop" after withdraws it. `one_hot`: argmax drafts.
-    `wrong_q`: what to tell the verifier instead of the truth.
+    `rule(tokens, laws) -> bool | None` is asked before (`tokens` lacks draft i) and after (it has it) each draft
+    whether to go
+    on: False before ends the draft without it, False after with it, "drop" after withdraws it. `one_hot`: argmax
+    drafts. `wrong_q`: what to tell the verifier instead of the truth.
     """
+
     def one_round(branches):
         tokens, laws = [], []
         while True:
@@ -164,7 +170,8 @@ def distance(a: dict, b: dict) -> float:
 
 
 def chi_square(counts: dict, law: dict) -> float:
-    """How far `counts` are from `law`, as a standard normal score (Wilson and Hilferty); cells expected below 5 are merged."""
+    """How far `counts` are from `law`, as a standard normal score (Wilson and Hilferty); cells expected below 5 are
+    merged."""
     total = sum(counts.values())
     assert all(law.get(k, 0.0) > 0 for k in counts), "an impossible outcome"
     cells, rest = [], [0.0, 0.0]

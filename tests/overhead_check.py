@@ -1,4 +1,5 @@
-"""Run by hand: `OMP_NUM_THREADS=2 python tests/overhead_check.py`. Share of decode time spent outside both models' forwards.
+"""Run by hand: `OMP_NUM_THREADS=2 python tests/overhead_check.py`. Share of decode time spent outside both models'
+forwards.
 
 SmolLM2-135M-Instruct in bf16 with the shipped DSpark drafter, greedy, one row; median over a few prompts.
 """
@@ -19,7 +20,9 @@ PROMPTS = ("How many minutes are in 3.5 hours?", "Write a Python function that r
 
 def main():
     target, tokenizer = load_smollm2(torch.bfloat16)
-    drafter = AutoDrafter.from_pretrained(Path(__file__).parents[1] / "model_cards/dspark-smollm2-135m-instruct", target=target)
+    drafter = AutoDrafter.from_pretrained(
+        Path(__file__).parents[1] / "model_cards/dspark-smollm2-135m-instruct", target=target
+    )
     inside = [0.0]
 
     def timed(cls, name):
@@ -47,7 +50,10 @@ def main():
             total = stats.prefill_seconds + stats.draft_seconds + stats.verify_seconds + stats.overhead_seconds
             if keep:
                 shares.append(1 - inside[0] / total)
-    print(f"outside both models' forwards: {statistics.median(shares):.1%} of decode time ({torch.get_num_threads()} threads)")
+    print(
+        f"outside both models' forwards: {statistics.median(shares):.1%} of decode time ({torch.get_num_threads()} "
+        "threads)"
+    )
 
 
 if __name__ == "__main__":

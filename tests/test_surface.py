@@ -12,7 +12,13 @@ import transformers
 from accelerate import cpu_offload, disk_offload
 from packaging.version import Version
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AsyncTextIteratorStreamer, PreTrainedTokenizerFast, TextIteratorStreamer, TextStreamer, pipeline
+from transformers import (
+    AsyncTextIteratorStreamer,
+    PreTrainedTokenizerFast,
+    TextIteratorStreamer,
+    TextStreamer,
+    pipeline,
+)
 
 from hf_dspark import CopyDrafter, SpeculationConfig, keyed_processors
 from hf_dspark.decoding.candidates import DrafterCandidateGenerator
@@ -20,7 +26,8 @@ from hf_dspark.decoding.target import FeatureTap
 
 STOCK = SpeculationConfig(engine="stock")
 needs_stock = pytest.mark.skipif(
-    Version(transformers.__version__) < Version("5.18"), reason="transformers' loop runs past EOS before 5.18, so it is refused"
+    Version(transformers.__version__) < Version("5.18"),
+    reason="transformers' loop runs past EOS before 5.18, so it is refused",
 )
 
 
@@ -151,7 +158,9 @@ def test_a_text_generation_pipeline_takes_the_drafter(llama, tokenizer, make):
     prompt = text_of(llama.prompts[0].tolist())
     kwargs = dict(max_new_tokens=tiny.NEW, do_sample=False)
     plain = pipeline("text-generation", model=llama.target, tokenizer=tokenizer)(prompt, **kwargs)
-    fast = pipeline("text-generation", model=llama.target, tokenizer=tokenizer, assistant_model=drafter)(prompt, **kwargs)
+    fast = pipeline("text-generation", model=llama.target, tokenizer=tokenizer, assistant_model=drafter)(
+        prompt, **kwargs
+    )
     assert fast == plain
     assert drafter.last_speculation.tau >= 1
 
@@ -169,7 +178,9 @@ def test_a_text_streamer_prints_the_text(llama, one, tokenizer, capsys):
 
 def test_an_iterator_streamer_hands_over_from_a_thread(llama, one, tokenizer):
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
-    kwargs = dict(**one, assistant_model=tiny.good(llama.texts), max_new_tokens=tiny.NEW, do_sample=False, streamer=streamer)
+    kwargs = dict(
+        **one, assistant_model=tiny.good(llama.texts), max_new_tokens=tiny.NEW, do_sample=False, streamer=streamer
+    )
     thread = threading.Thread(target=llama.target.generate, kwargs=kwargs)
     thread.start()
     assert "".join(streamer).split() == text_of(llama.new[0]).split()
@@ -214,7 +225,9 @@ def test_hidden_states_attentions_scores_and_logits_are_shaped_as_plain_generate
         for x, y in zip(getattr(fast, name), getattr(plain, name), strict=True):
             assert x.dtype == y.dtype
             torch.testing.assert_close(x, y, atol=1e-4, rtol=1e-4)
-    ours, theirs = (target.compute_transition_scores(o.sequences, o.scores, normalize_logits=True) for o in (fast, plain))
+    ours, theirs = (
+        target.compute_transition_scores(o.sequences, o.scores, normalize_logits=True) for o in (fast, plain)
+    )
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 

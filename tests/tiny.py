@@ -19,8 +19,15 @@ CACHE = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parame
 V, HIDDEN, LAYERS, WINDOW = 61, 32, 3, 6
 PAD, BOS = 0, 1
 BODY = dict(
-    vocab_size=V, hidden_size=HIDDEN, num_hidden_layers=LAYERS, num_attention_heads=4, intermediate_size=40,
-    max_position_embeddings=256, pad_token_id=PAD, bos_token_id=BOS, eos_token_id=None,
+    vocab_size=V,
+    hidden_size=HIDDEN,
+    num_hidden_layers=LAYERS,
+    num_attention_heads=4,
+    intermediate_size=40,
+    max_position_embeddings=256,
+    pad_token_id=PAD,
+    bos_token_id=BOS,
+    eos_token_id=None,
 )
 GQA = dict(num_key_value_heads=2, head_dim=8)
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
@@ -150,8 +157,8 @@ class Scripted:
     """A drafter that obeys the protocol and drafts what `plan` says.
 
     Args:
-        plan: `plan(prefix, round) -> tokens` for the next `block` tokens after the committed and drafted `prefix` (without
-            the prompt's first token), in the row's `round`-th drafting stage. block: drafts per stage.
+        plan: `plan(prefix, round) -> tokens` for the next `block` tokens after the committed and drafted `prefix`
+            (without the prompt's first token), in the row's `round`-th drafting stage. block: drafts per stage.
         sharpness: logit of the planned token above the others. confidence: `confidence(k) -> logit`, or None.
     """
 
@@ -237,7 +244,8 @@ class Twin(Scripted):
 class Steered:
     """A real drafter with its real cache, whose drafts are right as often as told.
 
-    Wants to be shown every round's `context` by a patched `Proposer.propose`, as a drafter itself doesn't know its rows.
+    Wants to be shown every round's `context` by a patched `Proposer.propose`, as a drafter itself doesn't know its
+    rows.
 
     Args:
         sequences: the rows' texts. accept: right drafts of each row's first, second, ... round (cyclic); or per row.
@@ -389,7 +397,8 @@ def plain(target, prompt, **kwargs) -> list[int]:
 
 
 def generated(output, width: int, lengths) -> list[list[int]]:
-    """New tokens of each row of a generate call over `width` prompt columns, cut to `lengths`; the rest must be pads."""
+    """New tokens of each row of a generate call over `width` prompt columns, cut to `lengths`; the rest must be
+    pads."""
     rows = []
     for row, n in zip(output[:, width:].tolist(), lengths):
         assert row[n:] == [PAD] * (len(row) - n), "an ended row emits pads"

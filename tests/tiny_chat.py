@@ -1,4 +1,5 @@
-"""A tokenizer with a chat template for the tiny targets, folders with tiny models, and a drafter that has learnt something."""
+"""A tokenizer with a chat template for the tiny targets, folders with tiny models, and a drafter that has learnt
+something."""
 
 import functools
 from pathlib import Path
@@ -31,7 +32,8 @@ def make_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
 
 
 def save_world(folder: Path, drafter=None) -> tuple[str, str]:
-    """Folders of the target with its tokenizer and of `drafter` (a random one by default), as the commands take them."""
+    """Folders of the target with its tokenizer and of `drafter` (a random one by default), as the commands take
+    them."""
     target = tiny.make_target(**tiny.TARGETS["llama"][2]).float()
     drafter = drafter or tiny.make_drafter(target).float()
     target.save_pretrained(folder / "target")

@@ -11,7 +11,9 @@ from hf_dspark import MTPConfig, MTPDrafter
 from hf_dspark.modeling.configuration_mtp import block_config_of
 
 MOE = dict(num_experts_per_tok=2, moe_intermediate_size=16)
-GLM = dict(**GQA, **MOE, n_routed_experts=4, n_group=1, topk_group=1, first_k_dense_replace=1, partial_rotary_factor=0.5)
+GLM = dict(
+    **GQA, **MOE, n_routed_experts=4, n_group=1, topk_group=1, first_k_dense_replace=1, partial_rotary_factor=0.5
+)
 MLA = dict(
     **MOE, n_routed_experts=4, n_group=1, topk_group=1, first_k_dense_replace=1, q_lora_rank=8, kv_lora_rank=8,
     qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6, num_key_value_heads=4,
@@ -40,7 +42,9 @@ def checkpoint_names(name: str, num_layers: int, deepseek: bool) -> str:
     """A tensor's name in a target's checkpoint, of ours."""
     head, rest = re.match(r"layers\.(\d+)\.(.*)", name).groups()
     if deepseek:
-        return f"model.layers.{num_layers + int(head)}." + rest.removeprefix("block.").replace("post_norm", "shared_head.norm")
+        return f"model.layers.{num_layers + int(head)}." + rest.removeprefix("block.").replace(
+            "post_norm", "shared_head.norm"
+        )
     for ours, theirs in AROUND.items():
         if rest.startswith(ours):
             return "mtp." + rest.replace(ours, theirs)
@@ -53,7 +57,11 @@ def apart(name: str, tensor) -> dict:
         return {name: tensor}
     stem, out = name.rpartition(".")[0], {}
     for e, weight in enumerate(tensor):
-        parts = {"down_proj": weight} if name.endswith("down_proj") else dict(zip(("gate_proj", "up_proj"), weight.chunk(2)))
+        parts = (
+            {"down_proj": weight}
+            if name.endswith("down_proj")
+            else dict(zip(("gate_proj", "up_proj"), weight.chunk(2)))
+        )
         out |= {f"{stem}.{e}.{part}.weight": w.clone() for part, w in parts.items()}
     return out
 
@@ -77,13 +85,15 @@ def save_carrier(name: str, folder, dtype=torch.float32, copies=False, edit=None
         weights |= {k: t.to(dtype).contiguous() for k, t in apart(theirs, tensor).items()}
     if copies:
         weights[f"model.layers.{layers}.embed_tokens.weight"] = target.get_input_embeddings().weight.detach().clone()
-        weights[f"model.layers.{layers}.shared_head.head.weight"] = target.get_output_embeddings().weight.detach().clone()
+        weights[f"model.layers.{layers}.shared_head.head.weight"] = (
+            target.get_output_embeddings().weight.detach().clone()
+        )
     if edit:
         edit(weights)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     target = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
-    pattern = r"^mtp\." if model_type == "mellum" else "|".join(rf"model\.layers\.{layers + j}\..*" for j in range(heads))
+    pattern = (
+        r"^mtp\." if model_type == "mellum" else "|".join(rf"model\.layers\.{layers + j}\..*" for j in range(heads))
+    )
     target._keys_to_ignore_on_load_unexpected = [pattern]  # transformers knows the numbers of released models only
     return target
-
-

@@ -1,8 +1,8 @@
 """Counts what would make the host wait for a device, on a CPU, where nothing does.
 
 A transfer is a call that needs a tensor's values on the host (`.tolist()`, `.item()`, `float()`, `bool()`, `.cpu()`,
-`.to("cpu")`, `.numpy()`), or whose result's size depends on them (`nonzero`, an index by a mask, `masked_select`, `unique`).
-`x.to(y.device)` isn't one: on a device it stays there.
+`.to("cpu")`, `.numpy()`), or whose result's size depends on them (`nonzero`, an index by a mask, `masked_select`,
+`unique`). `x.to(y.device)` isn't one: on a device it stays there.
 """
 
 import contextlib
@@ -43,8 +43,8 @@ def counted(ignore=()):
     """A [`Traffic`] of the transfers made inside.
 
     Args:
-        ignore: ends of file names whose calls aren't counted, for code whose tensors live on the host in any case; "file.py:text"
-            means the lines of the file that contain the text.
+        ignore: ends of file names whose calls aren't counted, for code whose tensors live on the host in any case;
+            "file.py:text" means the lines of the file that contain the text.
     """
     seen = Traffic()
     inside = []  # a counted method's own operations and calls are part of it

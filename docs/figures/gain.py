@@ -9,7 +9,10 @@ def main() -> None:
     data = json.loads((FOLDER / "gain.json").read_text(encoding="utf-8"))
     bars = data["bars"]
     figure, axes = plt.subplots(figsize=(7.6, 3.0), layout="constrained")
-    for shift, key, label, color in ((-0.2, "greedy", "greedy (T = 0)", BLUE), (0.2, "sampled", "sampled (T = 1)", ORANGE)):
+    for shift, key, label, color in (
+        (-0.2, "greedy", "greedy (T = 0)", BLUE),
+        (0.2, "sampled", "sampled (T = 1)", ORANGE),
+    ):
         places = [i + shift for i in range(len(bars))]
         means = [bar[key][0] for bar in bars]
         spread = [[bar[key][0] - bar[key][1] for bar in bars], [bar[key][2] - bar[key][0] for bar in bars]]

@@ -22,7 +22,9 @@ def mask(axes, allowed, rows, columns, colors, title):
 
 def legend(figure, entries):
     handles = [plt.Rectangle((0, 0), 1, 1, facecolor=color) for color, _ in entries]
-    figure.legend(handles, [text for _, text in entries], loc="lower center", ncols=len(entries), frameon=False, fontsize=9)
+    figure.legend(
+        handles, [text for _, text in entries], loc="lower center", ncols=len(entries), frameon=False, fontsize=9
+    )
 
 
 def block_mask(name, slots, title):
@@ -96,7 +98,9 @@ def timeline():
     axes.text(0.2, 3.7, title, fontsize=10)
     box(axes, 0.2, 2.3, 1.0, 0.9, "draft", ORANGE)
     box(axes, 1.3, 2.3, 2.9, 0.9, "target: anchor + 3 drafts", SKY, size=8)
-    for k, (text, color) in enumerate([("draft 1", GREEN), ("draft 2", GREEN), ("draft 3", GREY), ("next token", BLUE)]):
+    for k, (text, color) in enumerate(
+        [("draft 1", GREEN), ("draft 2", GREEN), ("draft 3", GREY), ("next token", BLUE)]
+    ):
         box(axes, 4.6 + 2.6 * k, 2.3, 2.4, 0.9, text, color, "white", 8)
         word = ("accepted", "accepted", "rejected", "from the target")[k]
         axes.text(5.8 + 2.6 * k, 1.9, word, ha="center", fontsize=8)
@@ -108,7 +112,11 @@ def timeline():
 def dloop():
     figure, axes = canvas(6.4, 3.6, (0, 12.6), (0, 7.2))
     axes.text(0.2, 6.8, "Three stages before one verification", fontsize=10)
-    sees = ["target's states", "target's states\n+ own states of stage 1", "target's states\n+ own states of stages 1, 2"]
+    sees = [
+        "target's states",
+        "target's states\n+ own states of stage 1",
+        "target's states\n+ own states of stages 1, 2",
+    ]
     for s in range(3):
         x = 0.3 + 4.3 * s
         box(axes, x, 5.0, 3.4, 1.2, sees[s], SKY if s == 0 else YELLOW, size=8)
@@ -120,7 +128,12 @@ def dloop():
         arrow(axes, (x + 1.7, 3.5), (x + 1.7, 2.7))
     box(axes, 0.3, 1.7, 12.0, 1.0, "target: one forward over the anchor and all nine drafts", SKY)
     axes.text(0.3, 0.9, "Gate: the sum of the latest stage's log-probabilities is at least loop_gate.", fontsize=9)
-    axes.text(0.3, 0.3, "After the verification the drafter's own states are dropped and replaced by the target's.", fontsize=9)
+    axes.text(
+        0.3,
+        0.3,
+        "After the verification the drafter's own states are dropped and replaced by the target's.",
+        fontsize=9,
+    )
     save(figure, "dloop")
 
 
@@ -152,7 +165,16 @@ def trees():
         if parents[i] >= 0:
             a, b = places[parents[i]]
             arrow(axes, (a + 0.6, b), (x - 0.6, y))
-        box(axes, x - 0.6, y - 0.3, 1.2, 0.6, names[i].strip(), LIGHT if i == 0 else GREEN, "#222222" if i == 0 else "white")
+        box(
+            axes,
+            x - 0.6,
+            y - 0.3,
+            1.2,
+            0.6,
+            names[i].strip(),
+            LIGHT if i == 0 else GREEN,
+            "#222222" if i == 0 else "white",
+        )
     axes.set_title("A tree of five drafts", fontsize=10, pad=40)
     seen = np.full((6, 6), -1)
     for i in range(6):
@@ -175,7 +197,9 @@ def scheduling():
     speed = 1000 * tokens / costs
     figure, (left, right) = plt.subplots(1, 2, figsize=(7.6, 3.0), layout="constrained")
     left.bar(range(1, 7), survival, color=SKY)
-    left.set(xlabel="draft", ylabel="chance that drafts 1..k are accepted", title="Survival, from calibrated confidences")
+    left.set(
+        xlabel="draft", ylabel="chance that drafts 1..k are accepted", title="Survival, from calibrated confidences"
+    )
     best = int(speed.argmax())
     right.bar(range(7), speed, color=[ORANGE if k == best else SKY for k in range(7)])
     right.set(xlabel="drafts verified", ylabel="expected tokens per second", title="Tokens over measured cost")

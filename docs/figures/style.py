@@ -1,4 +1,5 @@
-"""One look for all figures: Okabe and Ito's colours, which colour-blind readers can tell apart, and text kept as text."""
+"""One look for all figures: Okabe and Ito's colours, which colour-blind readers can tell apart, and text kept as
+text."""
 
 from pathlib import Path
 

@@ -47,7 +47,9 @@ def calibrate(
     ),
     batch_size: int = typer.Option(8, min=1, help="Prompts answered together."),
     min_labels: int = typer.Option(500, min=1, help="Labels a position needs for a temperature of its own."),
-    out: Annotated[Path, typer.Option(help="Folder for the calibrated drafter; by default DRAFTER's own config.")] = None,
+    out: Annotated[
+        Path, typer.Option(help="Folder for the calibrated drafter; by default DRAFTER's own config.")
+    ] = None,
     report: Annotated[Path, typer.Option(help="JSON with everything measured.")] = None,
     plot: Annotated[Path, typer.Option(help="PNG of the reliability diagram.")] = None,
     overwrite: bool = typer.Option(False, "--overwrite", help="Replace --out, --report and --plot that are there."),
@@ -82,7 +84,13 @@ def calibrate(
     console.print(report_table(found))
     console.print(LEGEND, style="dim", markup=False)
     say(f"{found.rounds} rounds of {len(ids)} answers at temperature {temperature:g}, tau {found.tau:.2f}.")
-    run = {"target": target, "drafter": drafter, "max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
+    run = {
+        "target": target,
+        "drafter": drafter,
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "seed": seed,
+    }
     keep_measured(found, run | {"prompts": len(ids)}, prompts, (model, assistant), report, plot)
     check_labels(found, min_labels)
     calibration.apply(assistant, found)
@@ -126,7 +134,9 @@ def check_labels(found, min_labels: int) -> None:
         )
     say(f"Temperatures: {', '.join(f'{t:.3f}' for t in found.temperatures)}")
     if few:
-        warn([f"positions {few} had fewer than {min_labels} labels and keep temperature 1: give more or longer answers."])
+        warn(
+            [f"positions {few} had fewer than {min_labels} labels and keep temperature 1: give more or longer answers."]
+        )
 
 
 def check_place(drafter: str) -> Path:
@@ -148,8 +158,9 @@ def store(path: Path, values: dict) -> None:
 
 
 LEGEND = (
-    "ECE: expected calibration error, 0 is best. AUROC: how well confidence tells accepted drafts from rejected ones; 1 is "
-    "best, 0.5 is chance. Brier: mean squared error, 0 is best. held out: fitted on half of the answers, measured on the other."
+    "ECE: expected calibration error, 0 is best. AUROC: how well confidence tells accepted drafts from rejected ones; "
+    "1 is best, 0.5 is chance. Brier: mean squared error, 0 is best. held out: fitted on half of the answers, measured "
+    "on the other."
 )
 
 
@@ -157,10 +168,17 @@ def report_table(found):
     """Expected calibration error in percent, AUROC and Brier score of "drafts 1..k are all accepted", by k."""
     stages = [("before", found.before), ("after", found.after), ("held out", found.held_out)]
     known = [(name, r) for name, r in stages if r is not None]
-    columns = ["draft", "labels", *(f"ECE % {name}" for name, _ in known), *(f"{m} {known[-1][0]}" for m in ("AUROC", "Brier"))]
+    columns = [
+        "draft",
+        "labels",
+        *(f"ECE % {name}" for name, _ in known),
+        *(f"{m} {known[-1][0]}" for m in ("AUROC", "Brier")),
+    ]
     rows = []
     for k in range(len(found.after["count"])):
-        rows.append(_row(str(k + 1), found.after["count"][k], [(r["ece"][k], r["auroc"][k], r["brier"][k]) for _, r in known]))
+        rows.append(
+            _row(str(k + 1), found.after["count"][k], [(r["ece"][k], r["auroc"][k], r["brier"][k]) for _, r in known])
+        )
     means = [tuple(r[f"mean_{m}"] for m in ("ece", "auroc", "brier")) for _, r in known]
     rows.append(_row("all", sum(found.after["count"]), means))
     return table("Confidence that drafts 1..k are all accepted", columns, rows)

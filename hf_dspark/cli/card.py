@@ -19,7 +19,9 @@ def card(
         list[Path], typer.Option(exists=True, dir_okay=False, help="Results of `hf-dspark eval`; repeatable.")
     ] = (),
     license: str = typer.Option(None, help="SPDX id, such as apache-2.0."),
-    base_model: str = typer.Option(None, help="Hub id of the target, where the drafter was trained from a local folder."),
+    base_model: str = typer.Option(
+        None, help="Hub id of the target, where the drafter was trained from a local folder."
+    ),
     repo_id: str = typer.Option(None, help="Hub id that the drafter will have, for the lines that load it."),
 ):
     """Write or refresh the card; what a human wrote outside the marks stays."""
@@ -37,4 +39,6 @@ def card(
     if known_target(path) is None:
         warn(["the card names no base model, as no Hub id of the target was recorded: add --base-model owner/name."])
     if repo_id is None and "OWNER/" in path.read_text(encoding="utf-8"):
-        say("Its lines of code load OWNER/NAME: add --repo-id with the id that the drafter will have on the Hub.", "dim")
+        say(
+            "Its lines of code load OWNER/NAME: add --repo-id with the id that the drafter will have on the Hub.", "dim"
+        )

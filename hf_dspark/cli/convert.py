@@ -28,31 +28,47 @@ app = typer.Typer(add_completion=False)
 
 @app.command()
 def convert(
-    source: Annotated[str, typer.Argument(callback=check_drafter, help="Hub id or folder of a drafter, in any format.")],
+    source: Annotated[
+        str, typer.Argument(callback=check_drafter, help="Hub id or folder of a drafter, in any format.")
+    ],
     folder: Annotated[Path, typer.Argument(help="Where to write.")],
     to: str = typer.Option(..., help="own, speculators (vLLM), deepspec (vLLM, DeepSpec), sglang, or zlab."),
     target: str = typer.Option(
-        None, callback=check_target, help=f"Hub id or folder of the target, or '{EMBEDDED}': gives what the drafter borrows."
+        None,
+        callback=check_target,
+        help=f"Hub id or folder of the target, or '{EMBEDDED}': gives what the drafter borrows.",
     ),
     dtype: str = typer.Option("auto", help="Of the weights: auto keeps the drafter's; servers want bfloat16."),
-    fact: Annotated[list[str], typer.Option("--set", help="A fact the file leaves open, 'norm_output=true'; repeatable.")] = (),
-    anyway: bool = typer.Option(False, "--anyway", help="Write a speculators file although vLLM has no runtime for the head."),
+    fact: Annotated[
+        list[str], typer.Option("--set", help="A fact the file leaves open, 'norm_output=true'; repeatable.")
+    ] = (),
+    anyway: bool = typer.Option(
+        False, "--anyway", help="Write a speculators file although vLLM has no runtime for the head."
+    ),
     borrow: bool = typer.Option(
         False, "--borrow", help="With --to own: leave out embedding and head that are copies of the target's."
     ),
     ship_code: bool = typer.Option(False, "--ship-code", help="With --to own: put the model files beside the weights."),
     revision: str = typer.Option(None, help="Of the drafter on the Hub."),
-    overwrite: bool = typer.Option(False, "--overwrite", help="Replace config and weights in FOLDER; other files stay."),
+    overwrite: bool = typer.Option(
+        False, "--overwrite", help="Replace config and weights in FOLDER; other files stay."
+    ),
 ):
     """Convert a drafter, or say why the format or its server can't hold it."""
     if to not in FORMATS:
         raise ValueError(f"--to {to} is unknown: use one of {', '.join(FORMATS)}.")
     if (borrow or ship_code) and to != "own":
-        raise ValueError(f"--borrow and --ship-code are for our own format, and --to is {to}: use --to own, or neither.")
+        raise ValueError(
+            f"--borrow and --ship-code are for our own format, and --to is {to}: use --to own, or neither."
+        )
     if borrow and target is None:
-        raise ValueError("--borrow was given without --target, and copies are found by comparison with it: add --target.")
+        raise ValueError(
+            "--borrow was given without --target, and copies are found by comparison with it: add --target."
+        )
     if folder.is_dir() and Path(source).is_dir() and folder.samefile(source):
-        raise ValueError(f"FOLDER {folder} is the drafter itself, which would be read and replaced at once: choose another.")
+        raise ValueError(
+            f"FOLDER {folder} is the drafter itself, which would be read and replaced at once: choose another."
+        )
     check_output(folder, "FOLDER", overwrite, folder=True)
     facts = dict(parse_fact(text) for text in fact)
     kind = dtype_of(dtype)
@@ -101,5 +117,5 @@ def parse_fact(text: str) -> tuple[str, object]:
         return name, json.loads(value)
     except ValueError:
         raise ValueError(
-            f"--set {text!r}: {value!r} is no JSON value, such as true, 3, [1, 9] or \"text\" in quotes."
+            f'--set {text!r}: {value!r} is no JSON value, such as true, 3, [1, 9] or "text" in quotes.'
         ) from None

@@ -22,8 +22,12 @@ def generate(
     target: str = typer.Argument(
         ..., help=f"Hub id or folder; '{EMBEDDED}' is the demo's model. With --server its name there."
     ),
-    prompts: Annotated[list[Path], typer.Option(exists=True, help="jsonl of `turns`, `messages` or `prompt`; repeats.")] = ...,
-    out: Annotated[Path, typer.Option(help="One line per answer; the same command continues an interrupted run.")] = ...,
+    prompts: Annotated[
+        list[Path], typer.Option(exists=True, help="jsonl of `turns`, `messages` or `prompt`; repeats.")
+    ] = ...,
+    out: Annotated[
+        Path, typer.Option(help="One line per answer; the same command continues an interrupted run.")
+    ] = ...,
     drafter: str = typer.Option(None, callback=check_drafter, help="Hub id or folder of a drafter, to speed it up."),
     temperature: Annotated[list[float], typer.Option(help="Taken in turn; 0 is greedy; repeatable.")] = (0.0, 0.7, 1.0),
     max_new_tokens: int = typer.Option(512, help="Longest answer."),
@@ -81,8 +85,8 @@ def check_settings(out: Path, beside: Path, settings: dict) -> None:
     if not beside.exists():
         if out.exists() and out.stat().st_size:
             raise ValueError(
-                f"{out} exists, and no {beside.name} beside it says how it was made, so it can't be gone on with: give another "
-                "--out."
+                f"{out} exists, and no {beside.name} beside it says how it was made, so it can't be gone on with: give "
+                "another --out."
             )
         return
     found = json.loads(beside.read_text())
@@ -107,7 +111,9 @@ def preview(
         text = Text()
         for ids, supervised in spans(example):
             text.append(tokenizer.decode(ids), style="bold green" if supervised else "dim")
-        console.rule(f"row {i}: {sum(x != -100 for x in example['labels'])} of {len(example['labels'])} tokens supervised")
+        console.rule(
+            f"row {i}: {sum(x != -100 for x in example['labels'])} of {len(example['labels'])} tokens supervised"
+        )
         console.print(text, soft_wrap=True)
 
 

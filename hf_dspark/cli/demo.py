@@ -30,12 +30,15 @@ app = typer.Typer(add_completion=False)
 
 @app.command()
 def demo(
-    drafter: str = typer.Option(None, callback=check_drafter, help="Folder or Hub id of a drafter for SmolLM2-135M-Instruct."),
+    drafter: str = typer.Option(
+        None, callback=check_drafter, help="Folder or Hub id of a drafter for SmolLM2-135M-Instruct."
+    ),
     prompt: Annotated[list[str], typer.Option(help="Prompts to answer; may be given several times.")] = PROMPTS,
     max_new_tokens: int = typer.Option(80, min=2, help="Longest answer."),
     dtype: str = typer.Option("bfloat16", help="bfloat16 is faster; in float32 the texts are equal token for token."),
 ):
-    """Answer prompts with SmolLM2-135M-Instruct, plainly and with a drafter, and compare. About a minute on two cores."""
+    """Answer prompts with SmolLM2-135M-Instruct, plainly and with a drafter, and compare. About a minute on two
+    cores."""
     if blank := [text for text in prompt if not text.strip()]:
         raise ValueError(f"--prompt {blank[0]!r} is empty, so there is nothing to answer: give a text.")
     import torch
@@ -76,15 +79,15 @@ def demo(
     say("tau: tokens per target forward, bonus token included; accepted: share of the verified drafts.", "dim")
     if any(row[-1].startswith("only") for row in rows):
         say(
-            f"{dtype} rounds differently for one token than for several, so near ties can fall either way, in plain decoding "
-            "too. With --dtype float32 the texts are equal.",
+            f"{dtype} rounds differently for one token than for several, so near ties can fall either way, in plain "
+            "decoding too. With --dtype float32 the texts are equal.",
             "dim",
         )
 
 
 def choose_drafter(name: str | None, target):
-    """The drafter of the demo and what to call it: the one that was asked for, else the one that a checkout ships, else drafts
-    copied from the text, which need no weights.
+    """The drafter of the demo and what to call it: the one that was asked for, else the one that a checkout ships, else
+    drafts copied from the text, which need no weights.
 
     Raises:
         ValueError: there is none.
@@ -96,8 +99,8 @@ def choose_drafter(name: str | None, target):
     if hasattr(hf_dspark, "CopyDrafter"):
         return hf_dspark.CopyDrafter(), "the text itself: what it repeats is drafted (no drafter was given)"
     raise ValueError(
-        "No drafter was given, and the one for SmolLM2-135M-Instruct lies in model_cards/ of the source checkout, which an "
-        "installed package doesn't carry: pass --drafter FOLDER_OR_HUB_ID."
+        "No drafter was given, and the one for SmolLM2-135M-Instruct lies in model_cards/ of the source checkout, "
+        "which an installed package doesn't carry: pass --drafter FOLDER_OR_HUB_ID."
     )
 
 

@@ -34,14 +34,14 @@ app = typer.Typer(add_completion=False)
 
 
 LEGEND = (
-    "tau: tokens per target forward, bonus token included. drafts: accepted ones per round. rate: their share of the verified "
-    "ones. tok/s: tokens per second, ms/token: drafting/verifying/rest, both with the prefill left out. x plain, x lookup: "
-    "speed against plain decoding and prompt lookup, with 95 % intervals. same: answers equal to plain decoding's, token for "
-    "token."
+    "tau: tokens per target forward, bonus token included. drafts: accepted ones per round. rate: their share of the "
+    "verified ones. tok/s: tokens per second, ms/token: drafting/verifying/rest, both with the prefill left out. x "
+    "plain, x lookup: speed against plain decoding and prompt lookup, with 95 % intervals. same: answers equal to "
+    "plain decoding's, token for token."
 )
 METHODS = (
-    "own: the drafter in this library's loop; own+copy: with copies of the text where they pay; stock: in transformers' loop; "
-    "copy: copies alone; lookup: transformers' prompt lookup. In brackets: the knobs that were set."
+    "own: the drafter in this library's loop; own+copy: with copies of the text where they pay; stock: in "
+    "transformers' loop; copy: copies alone; lookup: transformers' prompt lookup. In brackets: the knobs that were set."
 )
 
 
@@ -54,7 +54,9 @@ def evaluate(
         list[Path], typer.Option(exists=True, dir_okay=False, help="jsonl of `turns`, `messages` or `prompt`; repeats.")
     ] = ...,
     drafter: str = typer.Option(None, callback=check_drafter, help="Hub id or folder of a drafter."),
-    methods: str = typer.Option("plain,lookup,own", help="Of plain, lookup, copy, stock, own and own+copy, with commas."),
+    methods: str = typer.Option(
+        "plain,lookup,own", help="Of plain, lookup, copy, stock, own and own+copy, with commas."
+    ),
     setting: Annotated[
         list[str], typer.Option(help="Knobs for own, own+copy and stock, e.g. 'num_draft_tokens=3'; repeatable.")
     ] = (),
@@ -71,11 +73,15 @@ def evaluate(
     seed: int = typer.Option(0, min=0, help="Of sampling and of the order in which methods take turns."),
     dtype: str = typer.Option("auto", help="auto, float32, bfloat16, float16 or float64."),
     device: str = typer.Option(None, help="cpu, cuda, mps, ...; the CPU by default."),
-    out: Annotated[Path, typer.Option(help="Results and run record; OUT.partial.jsonl while it runs.")] = Path("eval.json"),
+    out: Annotated[Path, typer.Option(help="Results and run record; OUT.partial.jsonl while it runs.")] = Path(
+        "eval.json"
+    ),
     plots: Annotated[Path, typer.Option(help="A folder for pictures.")] = None,
     overwrite: bool = typer.Option(False, "--overwrite", help="Replace OUT and pictures that are there."),
     concurrency: str = typer.Option(None, help="Speed under load instead: users at once, e.g. 1,2,4,8,16,32."),
-    arrival: str = typer.Option(None, help="Requests per second at random, e.g. 0.5,1,2; --concurrency bounds those at work."),
+    arrival: str = typer.Option(
+        None, help="Requests per second at random, e.g. 0.5,1,2; --concurrency bounds those at work."
+    ),
 ):
     """Measure acceptance and speed of a drafter against other ways of generating the same answers."""
     kinds = [m.strip() for m in methods.split(",") if m.strip()]
@@ -91,7 +97,9 @@ def evaluate(
     settings = [parse_setting(s) for s in setting] or [{}]
     loads = parse_loads(concurrency, arrival)
     if loads and drafter is None:
-        raise ValueError("--concurrency and --arrival compare plain decoding with a drafter under load: pass --drafter.")
+        raise ValueError(
+            "--concurrency and --arrival compare plain decoding with a drafter under load: pass --drafter."
+        )
 
     from hf_dspark.evaluation.benchmark import Plan, make_methods, run, write_json
     from hf_dspark.evaluation.environment import environment, file_hash
@@ -119,16 +127,23 @@ def evaluate(
         named = {text: knobs for text, knobs in zip(setting, settings)} or None
         return _load(model, tokenizer, assistant, plan, header, loads, named, out, plots)
     partial = out.with_name(out.name + ".partial.jsonl")
-    with interruptible(f"answers so far are in {partial}; the same command continues."), progress() as bar, Busy() as busy:
+    with (
+        interruptible(f"answers so far are in {partial}; the same command continues."),
+        progress() as bar,
+        Busy() as busy,
+    ):
         task = bar.add_task("answers", total=None)
-        result = run(model, tokenizer, assistant, plan, header, partial, lambda i, n: bar.update(task, completed=i, total=n))
+        result = run(
+            model, tokenizer, assistant, plan, header, partial, lambda i, n: bar.update(task, completed=i, total=n)
+        )
     write_json({"date": date.today().isoformat(), "processor_share": busy.share, **result}, out)
     partial.unlink()
     report(result, busy.warning(model.device), out, plots)
 
 
 def parse_loads(concurrency: str | None, arrival: str | None) -> list:
-    """Example: `("1,8", None)` -> one and eight users at once; `("8", "0.5")` -> half a request per second, eight at work."""
+    """Example: `("1,8", None)` -> one and eight users at once; `("8", "0.5")` -> half a request per second, eight at
+    work."""
     from hf_dspark.evaluation.load import Load
 
     try:
@@ -138,8 +153,9 @@ def parse_loads(concurrency: str | None, arrival: str | None) -> list:
         users, rates = [0], []
     if any(n < 1 for n in users) or any(not 0 < r < float("inf") for r in rates) or (rates and len(users) > 1):
         raise ValueError(
-            f"--concurrency {concurrency} --arrival {arrival}: users at once are whole numbers from 1 on, and rates are positive; "
-            "beside rates, one number of users: set e.g. --concurrency 1,2,4, or --concurrency 8 --arrival 0.5,1."
+            f"--concurrency {concurrency} --arrival {arrival}: users at once are whole numbers from 1 on, and rates "
+            "are positive; beside rates, one number of users: set e.g. --concurrency 1,2,4, or --concurrency 8 "
+            "--arrival 0.5,1."
         )
     if rates:
         return [Load(users[0] if users else 8, rate) for rate in rates]
@@ -153,7 +169,9 @@ def _load(model, tokenizer, assistant, plan, header, loads, settings, out, plots
     from hf_dspark.evaluation.prompts import render
     from hf_dspark.evaluation.timing import Busy
 
-    texts = [render(tokenizer, [{"role": "user", "content": p.turns[0]}], plan.chat, plan.thinking) for p in plan.prompts]
+    texts = [
+        render(tokenizer, [{"role": "user", "content": p.turns[0]}], plan.chat, plan.thinking) for p in plan.prompts
+    ]
     temperature = plan.temperatures[0]
     sampling = {"do_sample": True, "temperature": temperature, **plan.sampling} if temperature > 0 else {}
     with progress() as bar, Busy() as busy:
@@ -210,15 +228,15 @@ def hints(results: list[dict], few: int = 10) -> list[str]:
     lines = []
     if slow:
         lines.append(
-            f"{', '.join(sorted(slow))} was slower than plain decoding (x plain below 1): drafting costs more time here than "
-            "accepted drafts save. --setting scheduler=auto drafts only as much as pays; `hf-dspark inspect --target` tells "
-            "whether the drafter fits."
+            f"{', '.join(sorted(slow))} was slower than plain decoding (x plain below 1): drafting costs more time "
+            "here than accepted drafts save. --setting scheduler=auto drafts only as much as pays; `hf-dspark inspect "
+            "--target` tells whether the drafter fits."
         )
     answers = min((r["answers"] for r in results), default=few)
     if answers < few:
         lines.append(
-            f"{answers} answer{'s' * (answers != 1)} of a method {'are' if answers != 1 else 'is'} too few to tell it from "
-            f"another: the intervals in brackets are rough. Give {few} prompts or more, and --repeats."
+            f"{answers} answer{'s' * (answers != 1)} of a method {'are' if answers != 1 else 'is'} too few to tell it "
+            f"from another: the intervals in brackets are rough. Give {few} prompts or more, and --repeats."
         )
     return lines
 

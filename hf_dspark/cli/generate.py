@@ -38,22 +38,30 @@ def generate(
         ..., callback=check_target, help=f"Hub id or folder of the target; '{EMBEDDED}' is the demo's model."
     ),
     prompt: str = typer.Argument(None, help="The prompt; '-' reads standard input."),
-    drafter: str = typer.Option(None, callback=check_drafter, help="Hub id or folder of a drafter, or 'none'; else copies."),
+    drafter: str = typer.Option(
+        None, callback=check_drafter, help="Hub id or folder of a drafter, or 'none'; else copies."
+    ),
     batch_file: Annotated[
         Path, typer.Option(exists=True, dir_okay=False, help="jsonl of `prompt`, `turns` or `messages`, not PROMPT.")
     ] = None,
-    out: Annotated[Path, typer.Option(help="Answers of --batch-file; the same command continues an interrupted run.")] = None,
+    out: Annotated[
+        Path, typer.Option(help="Answers of --batch-file; the same command continues an interrupted run.")
+    ] = None,
     batch_size: int = typer.Option(1, min=1, help="Prompts of --batch-file decoded together."),
     max_new_tokens: int = typer.Option(256, min=1, help="Longest answer."),
     temperature: float = typer.Option(0.0, min=0, callback=finite, help="0 is greedy."),
     top_k: int = typer.Option(0, min=0, help="Sample from the k likeliest tokens; 0 from all."),
-    top_p: float = typer.Option(1.0, min=0, max=1, callback=finite, help="Sample from the likeliest tokens of this share."),
+    top_p: float = typer.Option(
+        1.0, min=0, max=1, callback=finite, help="Sample from the likeliest tokens of this share."
+    ),
     min_p: float = typer.Option(
         None, min=0, max=1, callback=finite, help="Sample from tokens at least this likely relative to the likeliest."
     ),
     repetition_penalty: float = typer.Option(1.0, min=1e-3, callback=finite, help="Above 1 discourages repetition."),
     seed: int = typer.Option(None, min=0, help="Makes sampling repeatable."),
-    num_draft_tokens: int = typer.Option(None, min=0, help="Drafts per stage; the drafter's trained length by default."),
+    num_draft_tokens: int = typer.Option(
+        None, min=0, help="Drafts per stage; the drafter's trained length by default."
+    ),
     confidence_threshold: float = typer.Option(
         None, min=0, max=1, callback=finite, help="Stop before the first draft whose confidence is lower."
     ),
@@ -110,7 +118,14 @@ def generate(
     if batch_file is None:
         _one(model, tokenizer, ids_of(sys.stdin.read() if prompt == "-" else prompt), options, stats)
     else:
-        settings = {"target": target, "drafter": drafter, "seed": seed, "chat": chat, "thinking": thinking, "system": system}
+        settings = {
+            "target": target,
+            "drafter": drafter,
+            "seed": seed,
+            "chat": chat,
+            "thinking": thinking,
+            "system": system,
+        }
         settings |= {k: v for k, v in options.items() if k not in ("assistant_model", "speculation")}
         settings |= {k: v for k, v in {**loading, "drafter_revision": drafter_revision}.items() if v}
         with interruptible(f"whole answers are in {out}; the same command continues."):
@@ -130,7 +145,9 @@ def check_call(prompt: str | None, batch_file: Path | None, out: Path | None) ->
     if batch_file is not None and out is None:
         raise ValueError("--batch-file was given without --out, so there is nowhere to write: add --out answers.jsonl.")
     if batch_file is None and out is not None:
-        raise ValueError("--out is for the answers of --batch-file: leave it out, or give the prompt in a --batch-file.")
+        raise ValueError(
+            "--out is for the answers of --batch-file: leave it out, or give the prompt in a --batch-file."
+        )
     check_output(out, "--out", overwrite=True)  # what an earlier call wrote there is gone on with
     if out is not None and out.exists() and out.samefile(batch_file):
         raise ValueError(f"--out {out} is the --batch-file itself: choose another --out.")
@@ -162,7 +179,11 @@ def _one(model, tokenizer, ids, options, stats) -> None:
     model.generate(torch.tensor([ids], device=model.device), streamer=printer, **options)
     if not stats:
         return
-    parts = [f"{printer.tokens} tokens", f"{number(1 / printer.seconds_per_token, 1)} tok/s"] if printer.decode_tokens else []
+    parts = (
+        [f"{printer.tokens} tokens", f"{number(1 / printer.seconds_per_token, 1)} tok/s"]
+        if printer.decode_tokens
+        else []
+    )
     if assistant is not None:
         found = assistant.last_speculation
         drafted = sum(map(sum, found.draft_lengths))
@@ -179,7 +200,9 @@ def _many(model, tokenizer, ids_of, prompts, out, batch_size, options, settings)
 
     assistant, file = options["assistant_model"], JsonLines(out)
     if any(not isinstance(r, dict) or r.get("settings") != json.loads(json.dumps(settings)) for r in file.done):
-        raise ValueError(f"{out} holds answers made with other settings than this call's: delete it or choose another --out.")
+        raise ValueError(
+            f"{out} holds answers made with other settings than this call's: delete it or choose another --out."
+        )
     answered = {record["index"] for record in file.done}
     todo = [p for p in prompts if p.index not in answered]
     with progress() as bar:

@@ -37,11 +37,17 @@ app = typer.Typer(add_completion=False)
 
 @app.command()
 def inspect(
-    drafter: str = typer.Argument(..., callback=check_drafter, help="Hub id or folder of a drafter, in any published format."),
-    target: str = typer.Option(
-        None, callback=check_target, help=f"Hub id or folder of a target to try it on; '{EMBEDDED}' is the demo's model."
+    drafter: str = typer.Argument(
+        ..., callback=check_drafter, help="Hub id or folder of a drafter, in any published format."
     ),
-    check: bool = typer.Option(False, "--check", help="Compare greedy texts with and without the drafter; needs --target."),
+    target: str = typer.Option(
+        None,
+        callback=check_target,
+        help=f"Hub id or folder of a target to try it on; '{EMBEDDED}' is the demo's model.",
+    ),
+    check: bool = typer.Option(
+        False, "--check", help="Compare greedy texts with and without the drafter; needs --target."
+    ),
     prompts: Annotated[
         Path, typer.Option(exists=True, dir_okay=False, help="jsonl of prompts; three of our own by default.")
     ] = None,
@@ -54,7 +60,8 @@ def inspect(
     dtype: str = typer.Option("auto", help="auto, float32, bfloat16, float16 or float64."),
     device: str = typer.Option(None, help="cpu, cuda, mps, ...; the CPU by default."),
 ):
-    """Say what a drafter is; with --target whether it fits, and if not why; with --check whether its output is exact."""
+    """Say what a drafter is; with --target whether it fits, and if not why; with --check whether its output is
+    exact."""
     if check and target is None:
         raise ValueError("--check was given without --target, and texts need a target: add --target.")
     if prompts is not None and target is None:
@@ -83,7 +90,9 @@ def inspect(
     if check:
         with progress() as bar:
             task = bar.add_task("comparing texts", total=len(ids))
-            report = check_exactness(model, assistant, ids, max_new_tokens, progress=lambda i: bar.update(task, completed=i))
+            report = check_exactness(
+                model, assistant, ids, max_new_tokens, progress=lambda i: bar.update(task, completed=i)
+            )
         _print_exactness(report, tokenizer)
         say(f"Rounds of the last text: {describe_sources(assistant.last_speculation.by_source)}.", "dim")
     if found.verdict != "fits" or (check and (report.verdict == "different" or not report.self_check.passed)):
@@ -103,7 +112,9 @@ def parse_override(text: str) -> tuple[str, object]:
 
 def _print_facts(source: str, facts: dict, tensors: bool) -> None:
     shown = {k: v for k, v in facts.items() if k not in ("tensors", "parameters", "bytes") and v is not None}
-    shown["size"] = f"{facts['parameters'] / 1e6:.1f} M parameters, {facts['bytes'] / 2**20:.1f} MiB in {facts['dtype']}"
+    shown["size"] = (
+        f"{facts['parameters'] / 1e6:.1f} M parameters, {facts['bytes'] / 2**20:.1f} MiB in {facts['dtype']}"
+    )
     shown["vocabulary"] = "{} of the target's {} tokens".format(*facts["vocabulary"])
     for name, value in shown.items():
         console.print(f"[bold]{name.replace('_', ' ')}[/bold]: ", end="")
@@ -126,7 +137,9 @@ def _print_exactness(report, tokenizer) -> None:
         if d is not None:
             words = [repr(tokenizer.decode([t])) if t is not None else "the end" for t in (d.plain, d.ours)]
             kind = "a near tie" if d.near_tie else "no tie: a difference"
-            where = f"Prompt {i + 1}: first difference at token {d.index}, plain {words[0]}, with the drafter {words[1]}"
+            where = (
+                f"Prompt {i + 1}: first difference at token {d.index}, plain {words[0]}, with the drafter {words[1]}"
+            )
             say(f"{where}; logit gap {d.gap:.4f} ({d.relative:.2%} of the logit), {kind}.")
     if report.verdict == "exact":
         say(f"Exact: all {report.tokens} tokens equal plain decoding's, in {report.dtype}.", "green")

@@ -38,8 +38,8 @@ def check_device(name: str | None) -> str | None:
         found += ["mps"] if torch.backends.mps.is_available() else []
         why = str(error).strip().split("\n")[0].split(": ")[0].rstrip(".")
         raise ValueError(
-            f"--device {name} can't be used here ({why}): use one of {', '.join(found)}, or install a build of torch that "
-            "knows it."
+            f"--device {name} can't be used here ({why}): use one of {', '.join(found)}, or install a build of torch "
+            "that knows it."
         ) from None
     return name
 
@@ -52,7 +52,8 @@ def check_target(name: str | None) -> str | None:
 
 
 def check_drafter(name: str | None) -> str | None:
-    """The callback of every option that names a drafter: a path that leads nowhere is refused before anything is loaded."""
+    """The callback of every option that names a drafter: a path that leads nowhere is refused before anything is
+    loaded."""
     if name not in (None, "none", HEADS):
         check_place(name)
     return name
@@ -73,12 +74,14 @@ def check_hub(name: str, revision: str | None = None) -> None:
         HfApi().model_info(name, revision=revision, timeout=10)
     except RepositoryNotFoundError:
         raise OSError(
-            f"{name} is no folder here and no repository on the Hub that you may read: check the spelling, or log in with "
-            "`hf auth login`."
+            f"{name} is no folder here and no repository on the Hub that you may read: check the spelling, or log in "
+            "with `hf auth login`."
         ) from None
     except Exception as error:  # whatever else is wrong, the download will meet again and say better
         if "Connect" in type(error).__name__:
-            raise OSError(f"{name} is no folder here, isn't in the cache, and the Hub can't be reached ({error}).") from None
+            raise OSError(
+                f"{name} is no folder here, isn't in the cache, and the Hub can't be reached ({error})."
+            ) from None
 
 
 def _hide_bars() -> None:
@@ -116,7 +119,8 @@ def load_target(name: str, dtype: str = "auto", device: str | None = None, quant
     """A target and its tokenizer; `smollm2` is the model of the demo extra.
 
     Args:
-        options: `revision`, `trust_remote_code` and `attn_implementation`, as in `from_pretrained`; None is the default.
+        options: `revision`, `trust_remote_code` and `attn_implementation`, as in `from_pretrained`; None is the
+            default.
 
     Raises:
         OSError: nothing there. ValueError: a wrong dtype or device, a drafter, or files that can't be read.
@@ -175,7 +179,8 @@ def _refuse_drafter(name: str) -> None:
     path = Path(name) / "config.json"
     if path.exists() and str(read_config(path).get("model_type", "")).startswith("hf_"):
         raise ValueError(
-            f"{name} is a drafter, and a target was expected: give the model that it drafts for, and {name} as the drafter."
+            f"{name} is a drafter, and a target was expected: give the model that it drafts for, and {name} as the "
+            "drafter."
         )
 
 
@@ -190,7 +195,9 @@ def load_drafter(name, target=None, **overrides):
     _hide_bars()
     if name == HEADS:
         if target is None:
-            raise ValueError(f"The drafter {HEADS!r} is inside its target's checkpoint, and no target was given: pass --target.")
+            raise ValueError(
+                f"The drafter {HEADS!r} is inside its target's checkpoint, and no target was given: pass --target."
+            )
         return AutoDrafter.from_target(target, **overrides)
     check_drafter(str(name))
     check_hub(str(name), overrides.get("revision"))
@@ -203,8 +210,8 @@ def load_drafter(name, target=None, **overrides):
 
 
 def shipped_drafter(cards: Path = Path(__file__).parents[2] / "model_cards") -> Path | None:
-    """The drafter for the demo's model that a checkout has in model_cards/, DSpark before others; an installed package has
-    none."""
+    """The drafter for the demo's model that a checkout has in model_cards/, DSpark before others; an installed package
+    has none."""
     found = sorted(cards.glob("*smollm2*/config.json"), key=lambda path: ("dspark" not in path.parent.name, path))
     return found[0].parent if found else None
 

@@ -1,4 +1,5 @@
-"""The `hf-dspark` command. Each sub-command is a module beside this one with a typer `app`, imported when it is called."""
+"""The `hf-dspark` command. Each sub-command is a module beside this one with a typer `app`, imported when it is
+called."""
 
 import os
 import re
@@ -33,7 +34,9 @@ COMMANDS = {
 }
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Exact speculative decoding for Hugging Face models.")
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, help="Exact speculative decoding for Hugging Face models."
+)
 
 
 def print_version(wanted: bool) -> None:

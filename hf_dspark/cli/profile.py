@@ -35,7 +35,9 @@ def profile(
     widths: str = typer.Option("1,2,4,8,16", help="Tokens per row in a forward; 1 is plain decoding."),
     contexts: str = typer.Option("256", help="Tokens in the cache."),
     repeats: int = typer.Option(9, min=1, help="Timed calls per point; medians are kept."),
-    out: Annotated[Path, typer.Option(help="Where the table goes; by default where scheduler='auto' looks for it.")] = None,
+    out: Annotated[
+        Path, typer.Option(help="Where the table goes; by default where scheduler='auto' looks for it.")
+    ] = None,
     again: bool = typer.Option(False, "--again", help="Measure even if there is a table, and replace it."),
     dtype: str = typer.Option("auto", help="auto, float32, bfloat16, float16 or float64."),
     device: str = typer.Option(None, help="cpu, cuda, mps, ...; the CPU by default."),

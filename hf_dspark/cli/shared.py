@@ -1,4 +1,5 @@
-"""What the commands have in common: where results may go, warnings about prompts a drafter wasn't trained on, printing."""
+"""What the commands have in common: where results may go, warnings about prompts a drafter wasn't trained on,
+printing."""
 
 import math
 import sys
@@ -42,7 +43,8 @@ console = Console(highlight=False, width=None if sys.stdout.isatty() else 100)
 
 
 def check_output(path: Path | None, option: str, overwrite: bool = False, folder: bool = False) -> None:
-    """Refuse a place for results that exists already, or that can't exist. Meant to be called before anything is loaded.
+    """Refuse a place for results that exists already, or that can't exist. Meant to be called before anything is
+    loaded.
 
     Args:
         path (`Path`): where results will go; None passes.
@@ -57,7 +59,9 @@ def check_output(path: Path | None, option: str, overwrite: bool = False, folder
         return
     above = next((p for p in path.parents if p.exists()), None)
     if above is not None and not above.is_dir():
-        raise ValueError(f"{option} {path} can't be written, as {above} is a file and no folder: choose another {option}.")
+        raise ValueError(
+            f"{option} {path} can't be written, as {above} is a file and no folder: choose another {option}."
+        )
     if path.exists() and path.is_dir() != folder:
         there, wanted = ("folder", "file") if path.is_dir() else ("file", "folder")
         raise ValueError(f"{option} {path} is a {there}, and a {wanted} is written: choose another {option}.")
@@ -85,8 +89,8 @@ def prompt_warnings(drafter, tokenizer, chat: bool, thinking: bool | None) -> li
     if chat and None not in (thinking, config.enable_thinking) and thinking != config.enable_thinking:
         trained, flag = ("on", "--thinking") if config.enable_thinking else ("off", "--no-thinking")
         warnings.append(
-            f"The drafter was trained with thinking {trained}, and this call renders prompts otherwise: fewer drafts will be "
-            f"accepted. Pass {flag} to match it."
+            f"The drafter was trained with thinking {trained}, and this call renders prompts otherwise: fewer drafts "
+            f"will be accepted. Pass {flag} to match it."
         )
     if config.template_hash is not None and not chat:
         warnings.append("The drafter was trained on chats, and this text is used without a template: pass --chat.")

@@ -17,7 +17,8 @@ app = typer.Typer(add_completion=False)
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)
 def train(ctx: typer.Context):
-    """Train a drafter for a target, or several on one target's features; the options are those of `train_options.py`."""
+    """Train a drafter for a target, or several on one target's features; the options are those of
+    `train_options.py`."""
     from .train_options import parse
 
     given, arguments = parse(ctx.args or ["--help"])
@@ -25,8 +26,8 @@ def train(ctx: typer.Context):
         check_drafter(given.init_from)
     elif "eagle3" in given.method:
         raise ValueError(
-            "--init-from target was given with --method eagle3, whose layer reads twice the target's width, so the target's "
-            "layers don't fit: leave --init-from out, or name a trained drafter."
+            "--init-from target was given with --method eagle3, whose layer reads twice the target's width, so the "
+            "target's layers don't fit: leave --init-from out, or name a trained drafter."
         )
     output, publish = Path(arguments.output_dir), publication(given, arguments)
     old = claim(output, given.resume, given.overwrite)
@@ -56,10 +57,17 @@ def publication(given, arguments) -> dict:
     if not arguments.push_to_hub:
         return {}
     if len(given.method) > 1:
-        raise ValueError("--push-to-hub publishes one drafter, and several methods were given: train one, or push by hand.")
+        raise ValueError(
+            "--push-to-hub publishes one drafter, and several methods were given: train one, or push by hand."
+        )
     arguments.push_to_hub = False
     name = arguments.hub_model_id or Path(arguments.output_dir).resolve().name
-    return {"name": name, "private": arguments.hub_private_repo, "token": arguments.hub_token, "branch": arguments.hub_revision}
+    return {
+        "name": name,
+        "private": arguments.hub_private_repo,
+        "token": arguments.hub_token,
+        "branch": arguments.hub_revision,
+    }
 
 
 def push(folder: Path, name: str, private, token, branch) -> str:
@@ -100,8 +108,8 @@ def claim(output: Path, resume: bool, overwrite: bool) -> list[Path]:
     found = [*checkpoints, *([output / "final"] if (output / "final").exists() else [])]
     if found and not (resume or overwrite):
         raise ValueError(
-            f"{output} holds a run ({', '.join(path.name for path in found)}): continue it with --resume, replace it with "
-            "--overwrite, or give another --output."
+            f"{output} holds a run ({', '.join(path.name for path in found)}): continue it with --resume, replace it "
+            "with --overwrite, or give another --output."
         )
     return checkpoints if overwrite else []
 
@@ -151,7 +159,9 @@ def show(metrics: dict, names: list[str]) -> None:
     prefixes = {name: f"eval_{name}_" if name else "eval_" for name in names}
     wanted = ("tau", "greedy_tau", "decode_tau", "accept_rate@1", "ce_loss", "kl_loss", "tv_loss")
     body = [[key, *(metrics.get(prefix + key) for prefix in prefixes.values())] for key in wanted]
-    console.print(table(f"held out, loss {metrics['eval_loss']:.3f}", ["", *(name or "drafter" for name in names)], body))
+    console.print(
+        table(f"held out, loss {metrics['eval_loss']:.3f}", ["", *(name or "drafter" for name in names)], body)
+    )
 
 
 def write(trainer, final: Path, record: dict) -> None:

@@ -71,19 +71,27 @@ def make_parser() -> Parser:
     own.add_argument("--data", type=existing, help="jsonl from `hf-dspark data generate`.")
     own.add_argument("--eval-data", type=existing, help="Held-out jsonl.")
     own.add_argument("--eval-rows", type=int, default=64, help="Rows of --eval-data to use.")
-    own.add_argument("--method", action="append", choices=METHODS, help="dspark by default; repeats: trained side by side.")
+    own.add_argument(
+        "--method", action="append", choices=METHODS, help="dspark by default; repeats: trained side by side."
+    )
     own.add_argument("--mask-token-id", type=int, help="An id that never occurs in text; needed for a new drafter.")
     own.add_argument("--block-size", type=int, default=7, help="Drafts of a block.")
     own.add_argument("--layers", type=int, default=1, help="Layers of the drafter.")
     own.add_argument("--markov-rank", type=int, default=256, help="Rank of the correction head.")
-    own.add_argument("--draft-vocab-size", type=int, help="Draft only the most frequent ids of the data; all by default.")
+    own.add_argument(
+        "--draft-vocab-size", type=int, help="Draft only the most frequent ids of the data; all by default."
+    )
     own.add_argument("--layer-ids", help="Tapped target layers with commas; five spread evenly by default.")
     own.add_argument("--init-from", help="'target' for its last layers, or a drafter to take what fits from.")
     own.add_argument("--thinking", **switch, help="How the data's chats were rendered; kept in the drafter's config.")
     own.add_argument("--no-thinking", dest="thinking", action="store_const", const=False, help="They show no thinking.")
-    own.add_argument("--decode-prompts", type=int, default=8, help="Prompts of --eval-data that each evaluation decodes.")
+    own.add_argument(
+        "--decode-prompts", type=int, default=8, help="Prompts of --eval-data that each evaluation decodes."
+    )
     own.add_argument("--decode-tokens", type=int, default=64, help="Tokens of each.")
-    own.add_argument("--resume", **switch, default=False, help="Continue from the last checkpoint in the output folder.")
+    own.add_argument(
+        "--resume", **switch, default=False, help="Continue from the last checkpoint in the output folder."
+    )
     own.add_argument("--overwrite", **switch, default=False, help="Replace the run in the output folder.")
     own.add_argument("--dtype", default="auto", help="Of the target: auto, float32, bfloat16, float16 or float64.")
     own.add_argument("--device", help="cpu; else what accelerate chooses.")
@@ -115,8 +123,8 @@ def parse(tokens: list[str]) -> tuple[argparse.Namespace, DrafterTrainingArgumen
     arguments = DrafterTrainingArguments(**values)
     if given.device and given.device.split(":")[0] != arguments.device.type:
         parser.error(
-            f"--device {given.device} was given, and accelerate found {arguments.device.type}: give cpu, or nothing (choose "
-            "among GPUs with CUDA_VISIBLE_DEVICES)"
+            f"--device {given.device} was given, and accelerate found {arguments.device.type}: give cpu, or nothing "
+            "(choose among GPUs with CUDA_VISIBLE_DEVICES)"
         )
     return given, arguments
 

@@ -1,4 +1,5 @@
-"""The rows at work: what was asked, what each has so far, and what they hold together. Rows come and go between rounds."""
+"""The rows at work: what was asked, what each has so far, and what they hold together. Rows come and go between
+rounds."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -59,8 +60,8 @@ class Request:
 
 @dataclass
 class Commit:
-    """Tokens of one row that became output in a round, and why the row ends with them, if it does: "stop", "length", "criteria",
-    or "error"."""
+    """Tokens of one row that became output in a round, and why the row ends with them, if it does: "stop", "length",
+    "criteria", or "error"."""
 
     key: Hashable
     tokens: list[int]
@@ -94,8 +95,10 @@ class Row:
         return self.request.budget - self.generated
 
     def ask(self, drafts: list[int], scores: dict[int, torch.Tensor]) -> None:
-        """Prepare the question to the stopping criteria about a round's `drafts`: `stopped(i)` tells whether one fires once i + 1 of them
-        (of a tree: of those that [`fill`] put there) are in place. `scores` {position: [V]} are filled as they become known."""
+        """Prepare the question to the stopping criteria about a round's `drafts`: `stopped(i)` tells whether one fires
+        once i + 1 of them
+        (of a tree: of those that [`fill`] put there) are in place. `scores` {position: [V]} are filled as they become
+        known."""
         self.stopped = None
         if not self.settings.criteria:
             return
@@ -145,7 +148,9 @@ class Batch:
         copying: the shortest match that texts are copied at; None never copies.
     """
 
-    def __init__(self, requests: list[Request], cache: TargetCache, proposer: Proposer, device, copying: int | None = None):
+    def __init__(
+        self, requests: list[Request], cache: TargetCache, proposer: Proposer, device, copying: int | None = None
+    ):
         self.rows = [Row(r, copying) for r in requests]
         self.cache, self.proposer, self.device = cache, proposer, device
         longest = max((row.n for row in self.rows), default=0)
@@ -172,11 +177,14 @@ class Batch:
         return self._groups
 
     def commit(self, tokens: list[list[int]]) -> tuple[list[Commit], torch.Tensor]:
-        """Take each row's verified tokens. Returns what became output, and the same on the device [A, T], filled with zeros."""
+        """Take each row's verified tokens. Returns what became output, and the same on the device [A, T], filled with
+        zeros."""
         before = self.lengths
         commits = [row.commit(new) for row, new in zip(self.rows, tokens, strict=True)]
         width = max(1, *(len(c.tokens) for c in commits))
-        table = [[n, max(len(c.tokens) - 1, 0), *c.tokens, *[0] * (width - len(c.tokens))] for n, c in zip(before, commits)]
+        table = [
+            [n, max(len(c.tokens) - 1, 0), *c.tokens, *[0] * (width - len(c.tokens))] for n, c in zip(before, commits)
+        ]
         table = torch.tensor(table).to(self.device)
         self._reserve(max(before) + width)
         every = torch.arange(len(table), device=self.device)[:, None]

@@ -1,7 +1,8 @@
-"""All cache and mask code for targets: per-row lengths in our own buffers, and the ways in from and out to transformers'.
+"""All cache and mask code for targets: per-row lengths in our own buffers, and the ways in from and out to
+transformers'.
 
-transformers 5.13 renamed a layer's `get_max_cache_shape` to `get_max_length`; both are answered. `crop` is never called: its
-argument changed meaning in 5.15 and it can't treat rows differently.
+transformers 5.13 renamed a layer's `get_max_cache_shape` to `get_max_length`; both are answered. `crop` is never
+called: its argument changed meaning in 5.15 and it can't treat rows differently.
 """
 
 from dataclasses import dataclass
@@ -15,15 +16,15 @@ from transformers.cache_utils import CacheLayerMixin
 from hf_dspark.modeling.draft_cache import RaggedBuffer, Slots
 
 LOOPED = (
-    "This target runs a layer several times per token, each time with keys and values of their own, which a cache of one entry "
-    "per layer and token can't hold: generate without assistant_model."
+    "This target runs a layer several times per token, each time with keys and values of their own, which a cache of "
+    "one entry per layer and token can't hold: generate without assistant_model."
 )
 
 
 @dataclass
 class Fill:
-    """How far each row of a cache is filled, and where the next tokens go, by `layout` where they come as one flat sequence:
-    shared by all layers, owned by none of them."""
+    """How far each row of a cache is filled, and where the next tokens go, by `layout` where they come as one flat
+    sequence: shared by all layers, owned by none of them."""
 
     lengths: torch.Tensor
     slots: Slots | None = None
@@ -48,8 +49,8 @@ class RaggedLayer(CacheLayerMixin):
         slots = self.fill.slots
         if slots is None:
             raise ValueError(
-                "This cache was returned by generate(assistant_model=drafter), and its rows have their own lengths, which "
-                "plain generation can't fill: pass cache.to_dynamic(), or the drafter again."
+                "This cache was returned by generate(assistant_model=drafter), and its rows have their own lengths, "
+                "which plain generation can't fill: pass cache.to_dynamic(), or the drafter again."
             )
         if self.written is slots:
             raise ValueError(LOOPED)
@@ -77,8 +78,8 @@ class RaggedLayer(CacheLayerMixin):
 class TargetCache(Cache):
     """The target's keys and values with `lengths` [B] entries per row; slot j holds the row's token j.
 
-    `draft` carries the drafter's cache along, so a chat continues without losing its context; `drafter` says whose it is.
-    `columns` [B] are the columns of the output that each row's entries belong to, once a call has ended.
+    `draft` carries the drafter's cache along, so a chat continues without losing its context; `drafter` says whose it
+    is. `columns` [B] are the columns of the output that each row's entries belong to, once a call has ended.
     """
 
     def __init__(self, config, rows: int):
@@ -110,7 +111,8 @@ class TargetCache(Cache):
         self.lengths = self.lengths + counts
 
     def settle_path(self, path: torch.Tensor) -> None:
-        """Bring the accepted nodes of a tree, `path` [B, L] (-1 is filling), behind the anchor, where a chain's drafts would be.
+        """Bring the accepted nodes of a tree, `path` [B, L] (-1 is filling), behind the anchor, where a chain's drafts
+        would be.
 
         Node i was written to slot `lengths + 1 + i`, the anchor to slot `lengths`."""
         order = torch.arange(path.shape[1])
@@ -140,7 +142,8 @@ class TargetCache(Cache):
         return new
 
     def first(self, row: int, count: int, draft=None) -> "TargetCache":
-        """A copy of the first `count` tokens of a row, and of what `draft`, the drafter's context of our rows, has of them."""
+        """A copy of the first `count` tokens of a row, and of what `draft`, the drafter's context of our rows, has of
+        them."""
         index = torch.tensor([row])
         new = self._with([layer.buffer.select(index, count) for layer in self.layers], index)
         new.lengths, new.draft = torch.tensor([count]), None
@@ -151,7 +154,8 @@ class TargetCache(Cache):
         return new
 
     def share(self) -> "TargetCache":
-        """The same entries under a second count: what this cache holds stays as it is, whatever becomes of the other."""
+        """The same entries under a second count: what this cache holds stays as it is, whatever becomes of the
+        other."""
         new = self._with([layer.buffer.share() for layer in self.layers], torch.arange(len(self.lengths)))
         new.draft = None if self.draft is None else self.draft.share()
         return new
@@ -180,8 +184,8 @@ class TargetCache(Cache):
         """
         if max_length > 0 or -max_length > int(self.lengths.min()):
             raise ValueError(
-                f"cache.crop({max_length}) on rows of {self.lengths.tolist()} entries: rows have lengths of their own, so pass "
-                "minus the number of entries to take from every row, at most as many as the shortest holds."
+                f"cache.crop({max_length}) on rows of {self.lengths.tolist()} entries: rows have lengths of their own, "
+                "so pass minus the number of entries to take from every row, at most as many as the shortest holds."
             )
         self.lengths = self.lengths + max_length
         self.draft = None  # its entries lag behind by what the drafter's kind wants: read the text again
@@ -235,23 +239,24 @@ def from_user_cache(config, cache, keep: torch.Tensor) -> TargetCache:
     """Our cache from the user's, without its pads; theirs stays as it is, whatever happens to ours.
 
     Args:
-        cache: a [`TargetCache`] or `DynamicCache`, empty or not. keep: bool [B, P or more], which of its P slots hold real
-            tokens.
+        cache: a [`TargetCache`] or `DynamicCache`, empty or not. keep: bool [B, P or more], which of its P slots hold
+            real tokens.
 
     Raises:
         ValueError: for cache classes whose entries can't be read back, and for more entries than slots.
     """
     if not isinstance(cache, TargetCache | DynamicCache):
         raise ValueError(
-            f"past_key_values is a {type(cache).__name__}, and drafts are verified in a cache with per-row lengths that can "
-            "only take over a DynamicCache or one returned by an earlier call: pass one of those, or leave it out."
+            f"past_key_values is a {type(cache).__name__}, and drafts are verified in a cache with per-row lengths "
+            "that can only take over a DynamicCache or one returned by an earlier call: pass one of those, or leave it "
+            "out."
         )
     columns = getattr(cache, "columns", None)
     held = cache.get_seq_length() if columns is None else 1 + max((int(c.max()) for c in columns if len(c)), default=-1)
     if held > keep.shape[1]:
         raise ValueError(
-            f"past_key_values holds {held} tokens, and input_ids has {keep.shape[1]}: beside a filled cache, input_ids is the "
-            "whole text, cached tokens included. Pass all of it and at least one token more, or a fresh cache."
+            f"past_key_values holds {held} tokens, and input_ids has {keep.shape[1]}: beside a filled cache, input_ids "
+            "is the whole text, cached tokens included. Pass all of it and at least one token more, or a fresh cache."
         )
     if isinstance(cache, TargetCache):
         if cache.columns is None or all(bool(keep[r, c].all()) for r, c in enumerate(cache.columns)):
@@ -278,10 +283,12 @@ def from_user_cache(config, cache, keep: torch.Tensor) -> TargetCache:
 
 
 def attention_masks(model, config, slots: Slots, device, tree: torch.Tensor | None = None, always: bool = False):
-    """What to pass as `attention_mask` for queries at `slots`: None while all rows have one length, else (or `always`) 4D masks.
+    """What to pass as `attention_mask` for queries at `slots`: None while all rows have one length, else (or `always`)
+    4D masks.
 
-    With layer types the model wants a dict, exactly where `generate` itself would build one. `tree` bool [B, count, count]: which
-    of the slots each one sees, itself and those above it; windows then count positions, which are depths, not slots.
+    With layer types the model wants a dict, exactly where `generate` itself would build one. `tree` bool [B, count,
+    count]: which of the slots each one sees, itself and those above it; windows then count positions, which are depths,
+        not slots.
 
     Raises:
         ValueError: for attention kernels that take no 4D mask.
@@ -291,8 +298,9 @@ def attention_masks(model, config, slots: Slots, device, tree: torch.Tensor | No
     kernel = model.config._attn_implementation
     if kernel not in ("sdpa", "eager"):
         raise ValueError(
-            f"attn_implementation={kernel!r} takes no mask per row and token, which rows of different lengths and draft trees "
-            "need: load the target with attn_implementation='sdpa', or generate one row at a time and set tree=None."
+            f"attn_implementation={kernel!r} takes no mask per row and token, which rows of different lengths and "
+            "draft trees need: load the target with attn_implementation='sdpa', or generate one row at a time and set "
+            "tree=None."
         )
     query, key = slots.index(device)[:, :, None], torch.arange(slots.end, device=device)
     causal = key <= query
@@ -322,7 +330,8 @@ def attention_masks(model, config, slots: Slots, device, tree: torch.Tensor | No
 
 
 def _tree_places(slots: Slots, tree: torch.Tensor, device):
-    """Positions of the queries [B, count, 1] and of all slots [B, 1, end], and which slots each query sees [B, count, end]."""
+    """Positions of the queries [B, count, 1] and of all slots [B, 1, end], and which slots each query sees [B, count,
+    end]."""
     first = slots.first.to(device)[:, None]
     slot = torch.arange(slots.end, device=device)[None]
     depth = tree.sum(-1) - 1

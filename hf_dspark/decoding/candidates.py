@@ -1,7 +1,7 @@
 """The stock engine: transformers' own assisted loop (batch 1), fed by the same `Proposer` as ours.
 
-For people who build on transformers' `CandidateGenerator` API, and as a check of our loop. What that loop lacks stays lacking:
-one row, criteria other than EOS and length tested once per round, no continued caches.
+For people who build on transformers' `CandidateGenerator` API, and as a check of our loop. What that loop lacks stays
+lacking: one row, criteria other than EOS and length tested once per round, no continued caches.
 """
 
 import time
@@ -93,11 +93,13 @@ def check_stock(speculation: SpeculationConfig, rows: int, given_cache, do_sampl
     way_out = "set engine='own' (the default)."
     if Version(transformers.__version__) < Version("5.18"):
         raise ValueError(
-            f"engine='stock' with transformers {transformers.__version__}: its assisted loop generates past an accepted "
-            f"end-of-sequence token before 5.18. Upgrade transformers, or {way_out}"
+            f"engine='stock' with transformers {transformers.__version__}: its assisted loop generates past an "
+            f"accepted end-of-sequence token before 5.18. Upgrade transformers, or {way_out}"
         )
     if rows > 1:
-        raise ValueError(f"engine='stock' was asked for {rows} rows, and transformers' assisted loop takes one: {way_out}")
+        raise ValueError(
+            f"engine='stock' was asked for {rows} rows, and transformers' assisted loop takes one: {way_out}"
+        )
     if given_cache is not None and given_cache.get_seq_length() > 0:
         raise ValueError(
             f"engine='stock' was given a filled cache, which its loop feeds the whole sequence to again: {way_out}"
@@ -106,11 +108,14 @@ def check_stock(speculation: SpeculationConfig, rows: int, given_cache, do_sampl
         raise ValueError(f"engine='stock' has no block verification: set verification='ratio' or 'match', or {way_out}")
     if speculation.copy is not None:
         raise ValueError(
-            f"engine='stock' asks the drafter alone and copies nothing, and copy={speculation.copy!r} was set: set copy=None, "
-            f"or {way_out} Without a drafter, transformers' own copies are generate(prompt_lookup_num_tokens=...)."
+            f"engine='stock' asks the drafter alone and copies nothing, and copy={speculation.copy!r} was set: set "
+            f"copy=None, or {way_out} Without a drafter, transformers' own copies are "
+            "generate(prompt_lookup_num_tokens=...)."
         )
     if speculation.scheduler is not None or speculation.loop_gate == "auto":
-        raise ValueError(f"engine='stock' measures nothing, so scheduler and loop_gate can't be 'auto': set them, or {way_out}")
+        raise ValueError(
+            f"engine='stock' measures nothing, so scheduler and loop_gate can't be 'auto': set them, or {way_out}"
+        )
 
 
 def stock_generate(target, drafter, speculation, original, input_ids, kwargs, mask):
@@ -126,8 +131,9 @@ def stock_generate(target, drafter, speculation, original, input_ids, kwargs, ma
     whole = text.num_hidden_layers - (getattr(text, "num_kv_shared_layers", 0) or 0)
     if max(drafter.config.target_layer_ids, default=-1) >= whole < text.num_hidden_layers:
         raise ValueError(
-            f"engine='stock' was asked for, whose prefill computes the layers of {type(target).__name__} from {whole} on for "
-            f"the last token alone; this drafter reads target_layer_ids={drafter.config.target_layer_ids}: set engine='own'."
+            f"engine='stock' was asked for, whose prefill computes the layers of {type(target).__name__} from {whole} "
+            f"on for the last token alone; this drafter reads target_layer_ids={drafter.config.target_layer_ids}: set "
+            "engine='own'."
         )
     if config.do_sample and speculation.verification == "match":
         # Their loop samples with torch's generator; keyed noise reaches it as a processor, with sampling off.
@@ -135,7 +141,9 @@ def stock_generate(target, drafter, speculation, original, input_ids, kwargs, ma
         noise = KeyedNoise(seed, input_ids.shape[1])
         kwargs["logits_processor"], config.do_sample = LogitsProcessorList([*kwargs["logits_processor"], noise]), False
     with FeatureTap(target, drafter.config.target_layer_ids) as tap:
-        generator = DrafterCandidateGenerator(drafter, tap, speculation, config, kwargs["logits_processor"], input_ids, pads)
+        generator = DrafterCandidateGenerator(
+            drafter, tap, speculation, config, kwargs["logits_processor"], input_ids, pads
+        )
         began = time.perf_counter()
         with _LOCK:  # their loop asks the target for its generator, which threads that share the target share
             target._get_candidate_generator = lambda **_: generator

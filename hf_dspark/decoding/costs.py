@@ -28,7 +28,9 @@ def profile_path(drafter, target) -> Path:
     """Where this machine's measured costs of the pair are kept (written by `hf-dspark profile`)."""
     from huggingface_hub import constants
 
-    name = f"{target.config.name_or_path or type(target).__name__}+{drafter.config.name_or_path or type(drafter).__name__}"
+    name = (
+        f"{target.config.name_or_path or type(target).__name__}+{drafter.config.name_or_path or type(drafter).__name__}"
+    )
     key = machine_key(name, target.dtype, str(target.device))
     home = Path(os.environ.get("HF_DSPARK_CACHE", Path(constants.HF_HOME) / "hf_dspark"))
     safe = "".join(c if c.isalnum() or c in "-.+" else "_" for c in "-".join(map(str, key.values())))

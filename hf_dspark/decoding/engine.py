@@ -33,11 +33,11 @@ class EngineRequest:
         key (`Hashable`, *optional*): a name of your choice. By default its number in the order of arrival.
         generation_config ([`GenerationConfig`], *optional*): settings of this request alone; by default the target's.
         options (`dict`): further arguments of `generate` for it, such as `max_new_tokens`, `logits_processor`,
-            `stopping_criteria`, `stop_strings` with `tokenizer`, `streamer`. A result holds tokens, so `output_scores` and
-            similar options have no effect.
+            `stopping_criteria`, `stop_strings` with `tokenizer`, `streamer`. A result holds tokens, so `output_scores`
+            and similar options have no effect.
         seed (`int`, *optional*): key of its random numbers. With `verification="match"` the tokens are those of a
-            `generate` call with that seed. By default the engine's seed plus the number of arrival, or a random one without
-            a seed.
+            `generate` call with that seed. By default the engine's seed plus the number of arrival, or a random one
+            without a seed.
 
     Raises:
         ValueError: a key that can't be looked up.
@@ -51,7 +51,9 @@ class EngineRequest:
 
     def __post_init__(self):
         if not isinstance(self.key, Hashable):
-            raise ValueError(f"key={self.key!r} can't be looked up, being unhashable: set a string, a number or a tuple.")
+            raise ValueError(
+                f"key={self.key!r} can't be looked up, being unhashable: set a string, a number or a tuple."
+            )
 
 
 @dataclass(kw_only=True)
@@ -62,7 +64,8 @@ class EngineResult:
         key (`Hashable`): key of the request.
         tokens (`list[int]`): the new tokens, the stop token included.
         reason (`str`): why it ended: "stop", "length", "criteria", "cancelled" or "error".
-        error (`Exception`, *optional*): what this request's own code or options raised; where it was raised is in its notes.
+        error (`Exception`, *optional*): what this request's own code or options raised; where it was raised is in its
+            notes.
         speculation ([`SpeculationStats`]): its rounds. Seconds are 0 here: those of the engine are in `engine.seconds`.
     """
 
@@ -74,7 +77,8 @@ class EngineResult:
 
 
 class SpeculativeEngine:
-    """Answers many prompts, at most `max_rows` at a time. A prompt that waits takes the row of the next answer that ends.
+    """Answers many prompts, at most `max_rows` at a time. A prompt that waits takes the row of the next answer that
+    ends.
 
     Greedy results are those of `target.generate(..., assistant_model=drafter)` on each prompt alone, in any order and
     beside any other prompts. With `verification="match"` and a seed this holds for sampled results too. An error in a
@@ -85,18 +89,18 @@ class SpeculativeEngine:
         drafter: one of this library's drafters, or [`CopyDrafter`].
         speculation ([`SpeculationConfig`], *optional*): knobs of all requests; by default the drafter's.
         max_rows (`int`, defaults to 8): most rows decoded at the same time.
-        max_tokens (`int`, *optional*): bound on the cache: rows at work times the longest prompt and budget among them, plus a
-            prefix that is kept. A request waits until it fits; one that never can is refused. Buffers grow in steps and may for
-            a while hold twice as much.
-        prefill_chunk (`int`, defaults to 512): most prompt tokens read per round, so that a long prompt doesn't delay other
-            rows.
-        shared_prefix (`int`, *optional*, defaults to 32): prompts that share at least this many first tokens with a row at
-            work copy its cache instead of reading them again. `None` never shares.
+        max_tokens (`int`, *optional*): bound on the cache: rows at work times the longest prompt and budget among them,
+            plus a prefix that is kept. A request waits until it fits; one that never can is refused. Buffers grow in
+            steps and may for a while hold twice as much.
+        prefill_chunk (`int`, defaults to 512): most prompt tokens read per round, so that a long prompt doesn't delay
+            other rows.
+        shared_prefix (`int`, *optional*, defaults to 32): prompts that share at least this many first tokens with a row
+            at work copy its cache instead of reading them again. `None` never shares.
         observer (`Callable`, *optional*): called with every round.
 
     Raises:
-        ValueError: numbers below 1, or `engine="stock"`, which takes one row. What `generate` refuses of target, drafter
-            and settings is every request's result instead.
+        ValueError: numbers below 1, or `engine="stock"`, which takes one row. What `generate` refuses of target,
+            drafter and settings is every request's result instead.
     """
 
     def __init__(
@@ -110,15 +114,17 @@ class SpeculativeEngine:
         shared_prefix: int | None = 32,
         observer=None,
     ):
-        numbers = dict(max_rows=max_rows, max_tokens=max_tokens, prefill_chunk=prefill_chunk, shared_prefix=shared_prefix)
+        numbers = dict(
+            max_rows=max_rows, max_tokens=max_tokens, prefill_chunk=prefill_chunk, shared_prefix=shared_prefix
+        )
         for name, value in numbers.items():
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value} leaves no room for any request: set at least 1.")
         self.speculation = replace(drafter.speculation if speculation is None else speculation)
         if self.speculation.engine != "own":
             raise ValueError(
-                f"engine={self.speculation.engine!r} was set, and transformers' loop has one row that nobody can join: set "
-                "engine='own'."
+                f"engine={self.speculation.engine!r} was set, and transformers' loop has one row that nobody can join: "
+                "set engine='own'."
             )
         if not getattr(GenerationMixin._assisted_decoding, MARK, False):
             attach(target)
@@ -149,7 +155,9 @@ class SpeculativeEngine:
         """
         keyed = list(_keyed(requests))
         if len({r.key for r in keyed}) < len(keyed):
-            raise ValueError("Two requests share a key, and results are told apart by it: give every request one of its own.")
+            raise ValueError(
+                "Two requests share a key, and results are told apart by it: give every request one of its own."
+            )
         results = {result.key: result for result in self.stream(keyed)}
         return [results[request.key] for request in keyed]
 
@@ -157,9 +165,9 @@ class SpeculativeEngine:
         """Answer requests as rows become free.
 
         Args:
-            requests (`Iterable`): each an [`EngineRequest`], or token ids. Read when there is room: it may be a generator. It
-                may give `None` where no request waits: the rows at work continue, and it is asked again after their next round.
-                An error it raises is raised again when the rows at work have ended.
+            requests (`Iterable`): each an [`EngineRequest`], or token ids. Read when there is room: it may be a
+                generator. It may give `None` where no request waits: the rows at work continue, and it is asked again
+                after their next round. An error it raises is raised again when the rows at work have ended.
 
         Returns:
             Iterator of [`EngineResult`], in the order in which answers end.
@@ -169,8 +177,8 @@ class SpeculativeEngine:
         """
         if self._running:
             raise RuntimeError(
-                "This engine is in the middle of another stream, and its rows and bounds hold for one at a time: read that to "
-                "its end, close() it, or make a second engine."
+                "This engine is in the middle of another stream, and its rows and bounds hold for one at a time: read "
+                "that to its end, close() it, or make a second engine."
             )
         self._running = True
         self.seconds, self._loop, arrivals = Seconds(), self._new_loop(), _Arrivals(_keyed(requests))
@@ -267,10 +275,14 @@ class SpeculativeEngine:
         """The request as `generate` would run it, or the result that says why it can't."""
         try:
             if request.key in self._rows:
-                raise ValueError(f"key={request.key!r} is that of a request at work: give every request one of its own.")
+                raise ValueError(
+                    f"key={request.key!r} is that of a request at work: give every request one of its own."
+                )
             reserved = [name for name in OURS if name in request.options]
             if reserved:
-                raise ValueError(f"options has {', '.join(reserved)}, which the engine settles for all requests: leave it out.")
+                raise ValueError(
+                    f"options has {', '.join(reserved)}, which the engine settles for all requests: leave it out."
+                )
             ids = self._ids(request.input_ids)
             options = dict(attention_mask=torch.ones_like(ids)) | request.options | dict(return_dict_in_generate=False)
             if request.generation_config is not None:
@@ -279,7 +291,9 @@ class SpeculativeEngine:
             if seed is None and self.speculation.seed is not None:
                 seed = self.speculation.seed + number
             knobs = replace(self.speculation, seed=seed)
-            one, *more = prepared(self.target, input_ids=ids, assistant_model=self.drafter, speculation=knobs, **options)
+            one, *more = prepared(
+                self.target, input_ids=ids, assistant_model=self.drafter, speculation=knobs, **options
+            )
             if more:
                 raise ValueError("num_return_sequences was given, and a request has one answer: send it several times.")
             one.key, one.stream, one.settings = request.key, 0, self._settings(one.settings)
@@ -300,14 +314,14 @@ class SpeculativeEngine:
             ids = ids[0]
         if ids.dim() != 1 or not len(ids) or ids.is_floating_point() or ids.dtype == torch.bool:
             raise ValueError(
-                f"input_ids is of shape {list(ids.shape)} and {ids.dtype}, and a request is one prompt of at least one token "
-                "id: pass a list of integers, or a tensor [n] or [1, n] of them."
+                f"input_ids is of shape {list(ids.shape)} and {ids.dtype}, and a request is one prompt of at least one "
+                "token id: pass a list of integers, or a tensor [n] or [1, n] of them."
             )
         size = self.target.get_input_embeddings().num_embeddings
         if int(ids.min()) < 0 or int(ids.max()) >= size:
             raise ValueError(
-                f"input_ids holds {int(ids.min())} to {int(ids.max())}, and the target knows those from 0 to {size - 1}: "
-                "use its own tokenizer."
+                f"input_ids holds {int(ids.min())} to {int(ids.max())}, and the target knows those from 0 to "
+                f"{size - 1}: use its own tokenizer."
             )
         return ids.to(self.target.device, torch.long)[None]
 
@@ -327,15 +341,15 @@ class SpeculativeEngine:
         for limit in self._loop.target.limits:
             if work.size - 1 > limit.at:
                 raise ValueError(
-                    f"A prompt of {prompt} tokens with a budget of {budget} runs past {limit.at} tokens, from where on this "
-                    f"target computes a forward by the longest text in it ({limit.cause}), and rows of an engine share theirs: "
-                    "stay within, or generate this prompt alone."
+                    f"A prompt of {prompt} tokens with a budget of {budget} runs past {limit.at} tokens, from where on "
+                    f"this target computes a forward by the longest text in it ({limit.cause}), and rows of an engine "
+                    "share theirs: stay within, or generate this prompt alone."
                 )
         places = self._loop.target.places
         if places is not None and work.size - 1 > places:
             raise ValueError(
-                f"A prompt of {prompt} tokens with a budget of {budget} runs past the {places} positions that this target has "
-                "learned: shorten the prompt, or set a smaller max_new_tokens."
+                f"A prompt of {prompt} tokens with a budget of {budget} runs past the {places} positions that this "
+                "target has learned: shorten the prompt, or set a smaller max_new_tokens."
             )
 
     def _take(self, commit: Commit) -> Iterator[EngineResult]:
@@ -362,7 +376,8 @@ class SpeculativeEngine:
     # ------------------------------------------------------------------ prompts that begin alike
 
     def _shared(self, request: Request) -> TargetCache | None:
-        """A cache of the prompt's first tokens, copied from a row at work or kept from one; None where none begins alike."""
+        """A cache of the prompt's first tokens, copied from a row at work or kept from one; None where none begins
+        alike."""
         if self.shared_prefix is None:
             return None
         batch, kept = self._loop.batch, 0 if self._prefix is None else _common(self._prefix[0], request.prompt)
@@ -437,7 +452,8 @@ class _Work:
 
 
 def _without_frames(results: Iterator[EngineResult]) -> Iterator[EngineResult]:
-    """The results, whose errors say in a note where they were raised. A traceback would hold all that was computed there."""
+    """The results, whose errors say in a note where they were raised. A traceback would hold all that was computed
+    there."""
     for result in results:
         error = result.error
         while error is not None:
@@ -461,8 +477,8 @@ def _keyed(requests) -> Iterator[EngineRequest | None]:
 
 
 def _common(one: list[int], other: list[int]) -> int:
-    """First tokens whose cached states two prompts share. A drafter also looks at the token behind each, so that must be shared
-    as well, and one of `other` is left to read for its logits."""
+    """First tokens whose cached states two prompts share. A drafter also looks at the token behind each, so that must
+    be shared as well, and one of `other` is left to read for its logits."""
     count = 0
     for a, b in zip(one, other):
         if a != b:

@@ -36,7 +36,8 @@ _ADMITTING: ContextVar[list | None] = ContextVar("admitting", default=None)
 
 
 def prepared(target, **call) -> list[Request]:
-    """The requests that `target.generate(**call)` would run, with everything transformers and this library check and prepare.
+    """The requests that `target.generate(**call)` would run, with everything transformers and this library check and
+    prepare.
 
     Raises:
         whatever that call would raise before its first token.
@@ -52,8 +53,8 @@ def prepared(target, **call) -> list[Request]:
 
 @contextmanager
 def listening(observer=None, policy=None):
-    """Let every `generate` call in this block show its rounds to `observer` (a callable of a [`Round`]) and ask `policy`, instead
-    of the drafter's own, for what is set to "auto"."""
+    """Let every `generate` call in this block show its rounds to `observer` (a callable of a [`Round`]) and ask
+    `policy`, instead of the drafter's own, for what is set to "auto"."""
     token = _LISTENING.set((observer, policy))
     try:
         yield
@@ -70,45 +71,54 @@ def check_call(target, drafter, mode, config, kwargs) -> None:
     check_target_model(target)
     if mode != GenerationMode.ASSISTED_GENERATION:
         raise ValueError(
-            f"This call asks for {mode.value} (num_beams={config.num_beams}), which compares whole hypotheses and has no exact "
-            "draft-and-verify form: set num_beams=1, or drop assistant_model."
+            f"This call asks for {mode.value} (num_beams={config.num_beams}), which compares whole hypotheses and has "
+            "no exact draft-and-verify form: set num_beams=1, or drop assistant_model."
         )
     if kwargs.get("assistant_tokenizer") is not None:
         raise ValueError("assistant_tokenizer was given, and a drafter shares its target's tokenizer: drop it.")
     if kwargs.get("synced_gpus"):
         raise ValueError(
-            "synced_gpus=True (FSDP or DeepSpeed ZeRO-3, whose processes must call every module equally often) was given, and "
-            "processes draft and verify different numbers of times, so they would wait for each other for ever: gather the "
-            "weights first and pass synced_gpus=False, or generate without assistant_model."
+            "synced_gpus=True (FSDP or DeepSpeed ZeRO-3, whose processes must call every module equally often) was "
+            "given, and processes draft and verify different numbers of times, so they would wait for each other for "
+            "ever: gather the weights first and pass synced_gpus=False, or generate without assistant_model."
         )
     if config.use_cache is False:
-        raise ValueError("use_cache=False was given, and drafts are verified on top of a cache: drop it or set use_cache=True.")
+        raise ValueError(
+            "use_cache=False was given, and drafts are verified on top of a cache: drop it or set use_cache=True."
+        )
     if getattr(config, "assistant_ensemble_weight", None) is not None:
-        raise ValueError("assistant_ensemble_weight changes the output's distribution, which this library never does: drop it.")
+        raise ValueError(
+            "assistant_ensemble_weight changes the output's distribution, which this library never does: drop it."
+        )
     rivals = [n for n in ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp") if getattr(config, n, None)]
     if rivals:
         raise ValueError(
-            f"{' and '.join(rivals)} was given beside assistant_model, and a call drafts in one way only: drop one of them."
+            f"{' and '.join(rivals)} was given beside assistant_model, and a call drafts in one way only: drop one of "
+            "them."
         )
     if getattr(config, "dola_layers", None) is not None:
         raise ValueError(
-            "dola_layers changes the target's distribution from inside its layers, which drafts can't be verified against: "
-            "drop it, or drop assistant_model."
+            "dola_layers changes the target's distribution from inside its layers, which drafts can't be verified "
+            "against: drop it, or drop assistant_model."
         )
     if getattr(config, "token_healing", False) and kwargs.get("tokenizer") is None:
         raise ValueError("token_healing=True needs tokenizer=...: pass it to generate.")
     implementation = config.cache_implementation
     if implementation is not None and ("quantized" in implementation or "offloaded" in implementation):
         raise ValueError(
-            f"cache_implementation={implementation!r} can't be rolled back row by row after a rejected draft: drop it, or "
-            "generate without assistant_model."
+            f"cache_implementation={implementation!r} can't be rolled back row by row after a rejected draft: drop it, "
+            "or generate without assistant_model."
         )
     check_options(config)
     drafter.bind(target)
     speculation = resolve(drafter, config)
     if drafter.config.max_block == 0:
         check_copying(speculation)
-    if speculation.confidence_threshold > 0 and not drafter.config.confidence_head and not drafter.config.survival_model:
+    if (
+        speculation.confidence_threshold > 0
+        and not drafter.config.confidence_head
+        and not drafter.config.survival_model
+    ):
         raise ValueError(
             f"confidence_threshold={speculation.confidence_threshold} was set, and this drafter predicts no confidence "
             "(confidence_head=False, no survival_model): set confidence_threshold=0, or use a drafter with the head."
@@ -167,22 +177,22 @@ def resolve(drafter, config) -> SpeculationConfig:
 def _check_inputs(input_ids, model_kwargs, inputs_tensor) -> None:
     if not input_ids.shape[1] or (inputs_tensor is not None and inputs_tensor.is_floating_point()):
         raise ValueError(
-            "inputs_embeds was given, and a drafter needs the prompt's token ids (its context is looked up by token): pass "
-            "input_ids, or drop assistant_model."
+            "inputs_embeds was given, and a drafter needs the prompt's token ids (its context is looked up by token): "
+            "pass input_ids, or drop assistant_model."
         )
     # Of a prompt without images, transformers still hands on an empty dict of encoder outputs.
     empty = {k for k, v in model_kwargs.items() if v is None or (isinstance(v, dict) and not v)}
     extra = sorted(model_kwargs.keys() - KNOWN_INPUTS - empty)
     if extra:
         raise ValueError(
-            f"The target was given {', '.join(extra)}, which this loop can't carry from round to round exactly: leave them out "
-            "(text-only prompts work), or drop assistant_model."
+            f"The target was given {', '.join(extra)}, which this loop can't carry from round to round exactly: leave "
+            "them out (text-only prompts work), or drop assistant_model."
         )
     positions, mask = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")
     if positions is not None and positions.dim() > 2:
         raise ValueError(
-            "This target's positions have several components per token (multimodal rotary), which ragged rows can't be placed "
-            "with: use its text-only sibling, or drop assistant_model."
+            "This target's positions have several components per token (multimodal rotary), which ragged rows can't be "
+            "placed with: use its text-only sibling, or drop assistant_model."
         )
     if mask is not None and mask.dim() != 2:
         raise ValueError(
@@ -194,16 +204,16 @@ def _check_columns(input_ids, mask, width: int, positions) -> None:
     """The mask [B, T] must tell the whole story: which tokens there are, and at which positions."""
     if width != input_ids.shape[1]:
         raise ValueError(
-            f"attention_mask has {width} columns for {input_ids.shape[1]} tokens: pass one column per token, and with a filled "
-            "cache the whole text, cached tokens included, as processors and criteria see it."
+            f"attention_mask has {width} columns for {input_ids.shape[1]} tokens: pass one column per token, and with "
+            "a filled cache the whole text, cached tokens included, as processors and criteria see it."
         )
     if positions is not None:
         expected = mask.long().cumsum(-1) - 1
         given = positions[..., -mask.shape[1] :].to(mask.device).expand(mask.shape[0], -1)
         if given.shape != mask.shape or not torch.equal(given[mask.bool()], expected[mask.bool()]):
             raise ValueError(
-                "position_ids differ from what attention_mask implies (each row's real tokens counted from 0), and rows are "
-                "placed by the mask: leave position_ids out, or drop assistant_model."
+                "position_ids differ from what attention_mask implies (each row's real tokens counted from 0), and "
+                "rows are placed by the mask: leave position_ids out, or drop assistant_model."
             )
 
 
@@ -213,13 +223,13 @@ def _check_states(config, rows: int) -> None:
         return
     if rows > 1:
         raise ValueError(
-            f"{' and '.join(asked)} asked for {rows} rows, whose tokens come from different forwards: generate one row at a "
-            "time, or run the target once over the result."
+            f"{' and '.join(asked)} asked for {rows} rows, whose tokens come from different forwards: generate one row "
+            "at a time, or run the target once over the result."
         )
     if config.prefill_chunk_size is not None:
         raise ValueError(
-            f"{' and '.join(asked)} asked together with prefill_chunk_size={config.prefill_chunk_size}, which splits the "
-            "prompt's states: drop one of them."
+            f"{' and '.join(asked)} asked together with prefill_chunk_size={config.prefill_chunk_size}, which splits "
+            "the prompt's states: drop one of them."
         )
 
 
@@ -246,7 +256,9 @@ def _requests(input_ids, mask, processors, criteria, config, speculation) -> tup
     columns = [row.nonzero()[:, 0] for row in mask]
     for row, where in enumerate(columns):
         if not len(where):
-            raise ValueError(f"Row {row} of attention_mask is all zeros, an empty prompt: give it at least one token (bos).")
+            raise ValueError(
+                f"Row {row} of attention_mask is all zeros, an empty prompt: give it at least one token (bos)."
+            )
     prompts = [ids[where] for ids, where in zip(input_ids, columns)]
     settings = _settings(config, speculation, ends, processors, list(input_ids), prompts)
     budget = max(ends.max_length - input_ids.shape[1], 1)
@@ -296,14 +308,16 @@ def speculative_generate(
     mask = torch.ones_like(input_ids) if mask is None else mask.to(input_ids.device)
     _check_columns(input_ids, mask, width, model_kwargs.get("position_ids"))
     if speculation.engine == "stock":
-        check_positions(target, [0], mask.sum(1).tolist(), [config.max_length - input_ids.shape[1]] * len(mask), engine="stock")
+        check_positions(
+            target, [0], mask.sum(1).tolist(), [config.max_length - input_ids.shape[1]] * len(mask), engine="stock"
+        )
         kwargs = dict(logits_processor=logits_processor, stopping_criteria=stopping_criteria, generation_config=config)
         kwargs |= dict(synced_gpus=synced_gpus, streamer=streamer, inputs_tensor=inputs_tensor, tokenizer=tokenizer)
         return stock_generate(target, drafter, speculation, stock, input_ids, kwargs | model_kwargs, mask)
     if streamer is not None and input_ids.shape[0] > 1:
         raise ValueError(
-            f"A streamer was given for {input_ids.shape[0]} rows, and rows advance by different numbers of tokens: stream one "
-            "row at a time, or drop the streamer."
+            f"A streamer was given for {input_ids.shape[0]} rows, and rows advance by different numbers of tokens: "
+            "stream one row at a time, or drop the streamer."
         )
     _check_states(config, input_ids.shape[0])
     waiting = _ADMITTING.get()

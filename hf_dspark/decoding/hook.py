@@ -33,15 +33,16 @@ def _wrap_validation(original):
         assistant = generation_mode_kwargs.get("assistant_model")
         if isinstance(assistant, str | PathLike):
             raise ValueError(
-                f"assistant_model={str(assistant)!r} is a name, and generate() takes a model that is loaded already: pass "
-                f"assistant_model=AutoDrafter.from_pretrained({str(assistant)!r}, target=...), or another loaded model."
+                f"assistant_model={str(assistant)!r} is a name, and generate() takes a model that is loaded already: "
+                f"pass assistant_model=AutoDrafter.from_pretrained({str(assistant)!r}, target=...), or another loaded "
+                "model."
             )
         if not _is_ours(assistant):
             if getattr(generation_config, "speculation", None) is not None:
                 raise ValueError(
                     "speculation= was given, and assistant_model is "
-                    f"{'missing' if assistant is None else type(assistant).__name__}: these knobs belong to this library's "
-                    "drafters. Pass assistant_model=drafter (see AutoDrafter), or drop speculation=."
+                    f"{'missing' if assistant is None else type(assistant).__name__}: these knobs belong to this "
+                    "library's drafters. Pass assistant_model=drafter (see AutoDrafter), or drop speculation=."
                 )
             return original(self, generation_mode, generation_config, generation_mode_kwargs, *args, **kwargs)
         return check_call(self, assistant, generation_mode, generation_config, generation_mode_kwargs)
@@ -76,8 +77,8 @@ def uninstall() -> None:
 def attach(target):
     """Let one model's `generate` accept this library's drafters, and leave transformers unchanged.
 
-    The model's class becomes a subclass of the same name. The model itself can't be pickled afterwards; `save_pretrained`
-    and `deepcopy` work as before.
+    The model's class becomes a subclass of the same name. The model itself can't be pickled afterwards;
+    `save_pretrained` and `deepcopy` work as before.
 
     Args:
         target (`PreTrainedModel`): the model.

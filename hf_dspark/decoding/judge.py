@@ -44,7 +44,8 @@ class PrefixScores:
         self.parents = None if draft.parents is None else draft.parents.tolist()
 
     def __call__(self, where, rows: list[int]) -> torch.Tensor:
-        """[R, V] of the rows [R] of `sampling`, behind the first `where` drafts of a chain, or behind the nodes `where` [R]."""
+        """[R, V] of the rows [R] of `sampling`, behind the first `where` drafts of a chain, or behind the nodes `where`
+        [R]."""
         sampling, active = self.sampling, [self.sampling.rows[r] for r in rows]
         nodes = [where - 1] * len(rows) if isinstance(where, int) else where
         scores, live = self.logits[active, [node + 1 for node in nodes]].float(), list(range(len(active)))
@@ -96,7 +97,9 @@ class Judgement:
     path: torch.Tensor | None
 
 
-def judge(batch: Batch, sampling: list[Sampling], draft: Draft, lengths: list[int], logits, verification: str) -> Judgement:
+def judge(
+    batch: Batch, sampling: list[Sampling], draft: Draft, lengths: list[int], logits, verification: str
+) -> Judgement:
     """Verify the first `lengths` [A] drafts of each row by target logits [A, L + 1, V]."""
     count = len(batch.rows)
     kept: list[dict] = [{} for _ in range(count)]

@@ -34,8 +34,9 @@ class Cancelled(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """What an observer is shown after each round. Entry i of every list is the row of `commits[i]`; the seconds are those of
-    all rows together. `verified` drafts of each row, and `accepted` of them before the commit cut anything off."""
+    """What an observer is shown after each round. Entry i of every list is the row of `commits[i]`; the seconds are
+    those of all rows together. `verified` drafts of each row, and `accepted` of them before the commit cut anything
+    off."""
 
     draft: Draft
     verified: list[int]
@@ -84,13 +85,13 @@ class DecodeLoop:
         return len(self.batch.rows) + sum(len(p.requests) for p in self.coming)
 
     def admit(self, requests: list[Request], cache: Callable[[], TargetCache | None] = lambda: None) -> None:
-        """Let rows in; the next steps read their prompts. When their turn comes, `cache()` may give a cache that holds their
-        first tokens already."""
+        """Let rows in; the next steps read their prompts. When their turn comes, `cache()` may give a cache that holds
+        their first tokens already."""
         self.coming.append(Prefill(self.target, requests, self.prefill_chunk, lambda: self._batch(requests, cache())))
 
     def cancel(self, key) -> bool:
-        """Take the row of this key out; whether there was one. One whose prompt is read together with others' leaves, with an
-        error, when they are read."""
+        """Take the row of this key out; whether there was one. One whose prompt is read together with others' leaves,
+        with an error, when they are read."""
         rows = [i for i, row in enumerate(self.batch.rows) if row.request.key == key]
         if rows:
             self.batch.retire(rows)
@@ -107,8 +108,8 @@ class DecodeLoop:
 
     @torch.no_grad()
     def step(self) -> list[Commit]:
-        """Read prompts that wait, `prefill_chunk` tokens of them, and run a round of the rows that were at work; what became
-        output."""
+        """Read prompts that wait, `prefill_chunk` tokens of them, and run a round of the rows that were at work; what
+        became output."""
         rows_at_work, read, commits = bool(self.batch.rows), 0, []
         while self.coming and (self.prefill_chunk is None or read < self.prefill_chunk):
             more, tokens = self._read_prompts()
@@ -148,8 +149,8 @@ class DecodeLoop:
         return Batch(requests, cache, proposer, self.target.device, copying=shortest_match(self.speculation.copy))
 
     def _read_prompts(self) -> tuple[list[Commit], int]:
-        """A chunk of the first prompts that wait; once they are read, their rows have a first token and join the others. What
-        became output, and the tokens read. What goes wrong is these rows' own affair."""
+        """A chunk of the first prompts that wait; once they are read, their rows have a first token and join the
+        others. What became output, and the tokens read. What goes wrong is these rows' own affair."""
         began, prefill = time.perf_counter(), self.coming[0]
         try:
             out, begin, end = prefill.advance()
@@ -185,7 +186,9 @@ class DecodeLoop:
         widths, flags = [1 + n for n in verified], batch.rows[0].outputs.flags
         out = self.target.forward(fed, batch.cache, ends, tree=tree, widths=None if flags else widths, **flags)
         fed_each = self.target.fed / len(batch.rows)
-        commits, new, judged = self._commit(batch, context.sampling, draft, verified, out.logits.to(batch.device), clock)
+        commits, new, judged = self._commit(
+            batch, context.sampling, draft, verified, out.logits.to(batch.device), clock
+        )
         batch.rows[0].outputs.add_states(out, len(commits[0].tokens), int(batch.cache.lengths[0]))
         clock.lap()
         counts = torch.tensor([len(c.tokens) for c in commits])
@@ -205,7 +208,9 @@ class DecodeLoop:
             if copies:
                 self.policy.observe_copies(copies, [c.tokens for c in commits])
         if self.observer is not None:
-            self.observer(Round(draft=draft, verified=verified, accepted=judged.accepted, commits=commits, seconds=seconds))
+            self.observer(
+                Round(draft=draft, verified=verified, accepted=judged.accepted, commits=commits, seconds=seconds)
+            )
         return commits
 
     def _draft(self, batch: Batch, context: Context) -> tuple[Draft, list[int], list]:
@@ -283,8 +288,8 @@ class DecodeLoop:
         trained = self.drafter.config.trained_length
         if trained is not None and length > trained:
             logger.warning_once(
-                f"A text is longer than the {trained} tokens this drafter was trained on: the output stays exact, but fewer "
-                "drafts may be accepted. Train on longer texts, or set scheduler='auto' to draft less."
+                f"A text is longer than the {trained} tokens this drafter was trained on: the output stays exact, but "
+                "fewer drafts may be accepted. Train on longer texts, or set scheduler='auto' to draft less."
             )
 
     def _retire(self, batch: Batch, commits: list[Commit]) -> None:
@@ -302,7 +307,8 @@ class DecodeLoop:
 
 
 def along(values: torch.Tensor, path: torch.Tensor) -> torch.Tensor:
-    """Of values [A, N + 1, ...] of the anchor and the nodes: the anchor's and those of the `path` [A, L] (-1 is filling)."""
+    """Of values [A, N + 1, ...] of the anchor and the nodes: the anchor's and those of the `path` [A, L] (-1 is
+    filling)."""
     places = torch.nn.functional.pad(path.clamp_min(0) + 1, (1, 0)).to(values.device)
     return values[torch.arange(len(values), device=values.device)[:, None], places]
 

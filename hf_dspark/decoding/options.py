@@ -54,4 +54,6 @@ def check_options(config) -> None:
     for name, advice in FOREIGN.items():
         value = getattr(config, name, None)
         if value is not None and value != DEFAULTS.get(name):
-            raise ValueError(f"{name}={value!r} steers transformers' own ways of drafting, and no drafter reads it: {advice}.")
+            raise ValueError(
+                f"{name}={value!r} steers transformers' own ways of drafting, and no drafter reads it: {advice}."
+            )

@@ -1,4 +1,5 @@
-"""What a speculative generate call returns: statistics per row and round, and the per-token outputs of plain generate."""
+"""What a speculative generate call returns: statistics per row and round, and the per-token outputs of plain
+generate."""
 
 from dataclasses import dataclass, field, fields
 
@@ -21,16 +22,16 @@ def describe_sources(by_source: dict[str, dict[str, int]]) -> str:
 class SpeculationStats:
     """What was drafted, accepted and spent, per output row and round. Reading the prompt (the prefill) is no round.
 
-    Lists are indexed `[row][round]`. A round that ends at a stop token or at the budget counts the tokens it emitted, and as
-    verified only the drafts before that end.
+    Lists are indexed `[row][round]`. A round that ends at a stop token or at the budget counts the tokens it emitted,
+    and as verified only the drafts before that end.
 
     Args:
         acceptance_lengths (`list[list[int]]`): tokens emitted, the bonus token included.
         draft_lengths (`list[list[int]]`): drafts verified.
         accepted_lengths (`list[list[int]]`): drafts accepted.
         draft_stages (`list[list[int]]`): drafting stages.
-        sources (`list[list[str]]`): where the drafts came from: "drafter", "copy", "memory", "tree", or "none" for a plain
-            step.
+        sources (`list[list[str]]`): where the drafts came from: "drafter", "copy", "memory", "tree", or "none" for a
+            plain step.
         reach (`list[list[int]]`): most drafts that the round could accept: a tree's depth, a chain's length.
         side_branches (`list[list[int]]`): accepted drafts that weren't their parent's first child in a tree.
         draft_seconds (`float`, defaults to 0.0): seconds of drafting, and of extending the drafter's context.
@@ -126,15 +127,16 @@ class SpeculationStats:
 
     @property
     def side_branch_rate(self) -> float:
-        """Of the accepted drafts, the share that weren't their parent's first child, which a chain would have missed."""
+        """Of the accepted drafts, the share that weren't their parent's first child, which a chain would have
+        missed."""
         accepted = sum(self._pooled("accepted_lengths"))
         return sum(self._pooled("side_branches")) / accepted if accepted else float("nan")
 
     @property
     def conditional_acceptance(self) -> list[float]:
         """At k: of the rounds that verified drafts of depth k and accepted one of each depth before, the share that
-        accepted one of that depth too; of a chain, draft k itself. Of the drafter alone: copies say nothing about it, see
-        `by_source`."""
+        accepted one of that depth too; of a chain, draft k itself. Of the drafter alone: copies say nothing about it,
+        see `by_source`."""
         sources = self._pooled("sources") or ["drafter"] * len(self._pooled("draft_lengths"))
         pairs = zip(sources, self._pooled("reach"), self._pooled("accepted_lengths"))
         pairs = [(n, a) for source, n, a in pairs if source not in COPIED]
@@ -158,7 +160,8 @@ class SpeculativeOutput(GenerateDecoderOnlyOutput):
 
 @dataclass
 class Seconds:
-    """Where a loop's time goes. Drafting and verification end with a copy to the host, so they hold what a device did for them."""
+    """Where a loop's time goes. Drafting and verification end with a copy to the host, so they hold what a device did
+    for them."""
 
     draft: float = 0.0
     verify: float = 0.0
@@ -171,9 +174,9 @@ class Seconds:
 
 
 class RowOutputs:
-    """What is kept of one row: its rounds, and what plain generate can return of committed tokens. Scores and logits; hidden
-    states and attentions where the row is the only one, one tuple over layers per generated token, the prompt's being the
-    first.
+    """What is kept of one row: its rounds, and what plain generate can return of committed tokens. Scores and logits;
+    hidden states and attentions where the row is the only one, one tuple over layers per generated token, the prompt's
+    being the first.
 
     Args:
         generation_config: of the call; None keeps the rounds alone.
@@ -204,8 +207,8 @@ class RowOutputs:
         self.rounds.append((emitted, verified, accepted, stages, source, reach, side_branches))
 
     def add_states(self, output, count: int, cached: int) -> None:
-        """Keep the states of the first `count` tokens fed in a round, behind `cached` ones; the prompt's whole if nothing is
-        there yet."""
+        """Keep the states of the first `count` tokens fed in a round, behind `cached` ones; the prompt's whole if
+        nothing is there yet."""
         for name, kept in self.states.items():
             layers = getattr(output, name)
             if not kept:

@@ -1,8 +1,8 @@
 """Rows of different widths as one flat sequence: linear layers cost the tokens sent, as in DSpark (section 5.3).
 
-The target gets ids [1, N]. Its attention finds keys and values of all rows in our cache, lays the flat queries out per row, and
-calls the target's own kernel with the masks of the padded path. Where that doesn't give the padded path's logits, at a target's
-first use, the padded path stays.
+The target gets ids [1, N]. Its attention finds keys and values of all rows in our cache, lays the flat queries out per
+row, and calls the target's own kernel with the masks of the padded path. Where that doesn't give the padded path's
+logits, at a target's first use, the padded path stays.
 """
 
 import sys
@@ -41,8 +41,8 @@ class Layout:
         self.total, self._host = start, (torch.tensor(padded), torch.tensor(flat))
 
     def on(self, device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Flat places of the padded positions [A, T], a row's last token standing in behind it, and padded places [N] of the
-        flat ones."""
+        """Flat places of the padded positions [A, T], a row's last token standing in behind it, and padded places [N]
+        of the flat ones."""
         if device not in self._on:
             self._on[device] = tuple(x.to(device) for x in self._host)
         return self._on[device]
@@ -73,7 +73,9 @@ def compare(model, layout: Layout, padded: torch.Tensor, packed: torch.Tensor | 
     kernel, same = model.config.get_text_config()._attn_implementation, False
     if packed is not None:
         a, b = layout.flat(padded).double(), layout.flat(packed).double()
-        eps = max(torch.finfo(padded.dtype).eps, torch.finfo(torch.float32).eps)  # some take the softmax in float32 always
+        eps = max(
+            torch.finfo(padded.dtype).eps, torch.finfo(torch.float32).eps
+        )  # some take the softmax in float32 always
         bound = min(1024 * eps, 0.05) * a.abs().amax()
         same = bool((a - b).abs().amax() <= bound)
     _AGREES.setdefault(model, {})[kernel] = same
@@ -93,7 +95,9 @@ def packing(config, layout: Layout) -> Iterator[None]:
 
 def _sdpa(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **kwargs):
     layout = _LAYOUT.get()
-    if layout is None or kwargs.get("position_bias") is not None:  # another thread's call, or what only their kernel does
+    if (
+        layout is None or kwargs.get("position_bias") is not None
+    ):  # another thread's call, or what only their kernel does
         return ALL_ATTENTION_FUNCTIONS["sdpa"](
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )

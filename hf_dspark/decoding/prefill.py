@@ -15,7 +15,8 @@ class Prefill:
     later overwritten. Each row's last feature waits for the token that follows it.
 
     Args:
-        target: of the loop. requests: whose prompts they are. chunk (`int`, *optional*): most tokens of a row per forward.
+        target: of the loop. requests: whose prompts they are. chunk (`int`, *optional*): most tokens of a row per
+            forward.
         begin: gives the requests' [`Batch`] when the reading begins; its cache may hold some of their first tokens.
     """
 
@@ -36,8 +37,8 @@ class Prefill:
         rest = self.ends - past
         if (rest < 1).any():
             raise ValueError(
-                f"past_key_values already holds {past.tolist()} tokens of prompts of {self.ends.tolist()}, which leaves "
-                "nothing to feed: pass input_ids that go on at least one token beyond the cache."
+                f"past_key_values already holds {past.tolist()} tokens of prompts of {self.ends.tolist()}, which "
+                "leaves nothing to feed: pass input_ids that go on at least one token beyond the cache."
             )
         last_alone = self.last_alone = rows > 1 and len(rest.unique()) > self.MANY_ENDS
         body = rest - 1 if last_alone else rest

@@ -1,7 +1,7 @@
 """What plain generation does between its forwards that a loop of our own has to do too, or else refuse.
 
-Two things: some targets compute a forward by the longest text in it (rotary frequencies that change at a length), and some
-prepare their own inputs. Neither shows in a forward of a few tokens.
+Two things: some targets compute a forward by the longest text in it (rotary frequencies that change at a length), and
+some prepare their own inputs. Neither shows in a forward of a few tokens.
 """
 
 import inspect
@@ -33,15 +33,17 @@ class PositionLimit(NamedTuple):
 def position_limits(config) -> list[PositionLimit]:
     """The lengths at which a text model of this configuration changes how it computes all tokens of a forward.
 
-    Longrope (arXiv 2402.13753) has two sets of frequencies, one per side. Dynamic NTK scaling has one for every length, and
-    dynamic masks (Doge) are drawn from all keys there are.
+    Longrope (arXiv 2402.13753) has two sets of frequencies, one per side. Dynamic NTK scaling has one for every length,
+    and dynamic masks (Doge) are drawn from all keys there are.
     """
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     longest, limits = getattr(config, "max_position_embeddings", None), set()
     for part in [rope, *(p for p in rope.values() if isinstance(p, dict))]:
         kind = part.get("rope_type", part.get("type")) or "default"
         if kind == "longrope":
-            at = part.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", longest)
+            at = part.get("original_max_position_embeddings") or getattr(
+                config, "original_max_position_embeddings", longest
+            )
             limits.add(PositionLimit(at, False, "longrope"))
         elif "dynamic" in kind:
             limits.add(PositionLimit(longest, True, "dynamic NTK rotary scaling"))
@@ -62,11 +64,13 @@ def draft_room(limits: Sequence[PositionLimit], length: int) -> float:
 
 
 def check_positions(model, past, prompts, budgets, chunk: int | None = None, engine: str = "own") -> None:
-    """Refuse calls in which a forward may lie on both sides of a limit, or plain generation's own steps can't be repeated.
+    """Refuse calls in which a forward may lie on both sides of a limit, or plain generation's own steps can't be
+    repeated.
 
     Args:
-        model: the target. past, prompts, budgets (`Sequence[int]`, one per row): tokens cached, tokens given in all, and most
-            tokens to generate. chunk (`int`, *optional*): tokens per forward of the prefill. engine (`str`): of the call.
+        model: the target. past, prompts, budgets (`Sequence[int]`, one per row): tokens cached, tokens given in all,
+            and most tokens to generate. chunk (`int`, *optional*): tokens per forward of the prefill. engine (`str`):
+                of the call.
 
     Raises:
         ValueError: naming the limit and what to set.
@@ -83,8 +87,8 @@ def check_positions(model, past, prompts, budgets, chunk: int | None = None, eng
             raise ValueError(f"{where}, which transformers' assisted loop doesn't heed: set engine='own', or {way_out}")
         if len(prompts) > 1 and (limit.one_by_one or not beyond):
             raise ValueError(
-                f"{where}, and the {len(prompts)} rows of this batch may reach over it at different times: generate one row at "
-                f"a time, {way_out}"
+                f"{where}, and the {len(prompts)} rows of this batch may reach over it at different times: generate "
+                f"one row at a time, {way_out}"
             )
         if recomputes(model, limit) and max(prompts) > limit.at and (chunk or 0 < max(past) <= limit.at):
             raise ValueError(
@@ -101,9 +105,11 @@ def recomputes(model, limit: PositionLimit) -> bool:
 
 
 def check_preparation(model) -> None:
-    """Refuse a target whose own `prepare_inputs_for_generation` gives its forward other inputs than transformers' would.
+    """Refuse a target whose own `prepare_inputs_for_generation` gives its forward other inputs than transformers'
+    would.
 
-    It is tried on a prompt and on a step, so neither a model's class nor an adapter around it needs to be known by name.
+    It is tried on a prompt and on a step, so neither a model's class nor an adapter around it needs to be known by
+    name.
 
     Raises:
         ValueError: naming the inputs that differ, or `adapter_names`.
@@ -111,8 +117,8 @@ def check_preparation(model) -> None:
     hooks = (h for m in model.modules() for h in m._forward_pre_hooks.values())
     if any("adapter_names" in getattr(h, "keywords", {}) for h in hooks):
         raise ValueError(
-            "adapter_names gives every row an adapter of its own, and rows leave a drafted batch as they end: generate the "
-            "rows of one adapter at a time (set_adapter), or drop assistant_model."
+            "adapter_names gives every row an adapter of its own, and rows leave a drafted batch as they end: generate "
+            "the rows of one adapter at a time (set_adapter), or drop assistant_model."
         )
     if not _overrides(model):
         return
@@ -125,9 +131,9 @@ def check_preparation(model) -> None:
         odd = sorted(k for k in {*plain, *own} if not _same(plain.get(k), own.get(k)) or (k in own) != (k in plain))
         if odd:
             raise ValueError(
-                f"{type(model).__name__} prepares its own inputs ({', '.join(odd)} differ from what transformers prepares), as "
-                "adapters with virtual tokens do, and drafts are verified without them: merge or disable the adapter, or "
-                "generate without assistant_model."
+                f"{type(model).__name__} prepares its own inputs ({', '.join(odd)} differ from what transformers "
+                "prepares), as adapters with virtual tokens do, and drafts are verified without them: merge or disable "
+                "the adapter, or generate without assistant_model."
             )
 
 
@@ -148,7 +154,11 @@ def _prepared(model, method, count: int, cache) -> dict:
     places = torch.arange(count, device=ids.device)
     given = {CACHE: cache, "attention_mask": ids, "position_ids": places[None], "use_cache": True}
     parameters = inspect.signature(BASE).parameters
-    optional = {"is_first_iteration": not past, "next_sequence_length": 1 if past else None, "cache_position": places[past:]}
+    optional = {
+        "is_first_iteration": not past,
+        "next_sequence_length": 1 if past else None,
+        "cache_position": places[past:],
+    }
     given |= {k: v for k, v in optional.items() if k in parameters}
     with torch.no_grad():
         inputs = method(ids, **given)

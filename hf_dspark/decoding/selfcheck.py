@@ -1,7 +1,8 @@
 """Is what a target says of a token a function of that token's own prefix and position? A few tiny forwards tell.
 
-Drafts are verified several at once. That is exact only where a token's logits don't depend on what else is in the forward.
-Encoders break this (a token sees those behind it), and so does int8 with one activation scale for all tokens of a call.
+Drafts are verified several at once. That is exact only where a token's logits don't depend on what else is in the
+forward. Encoders break this (a token sees those behind it), and so does int8 with one activation scale for all tokens
+of a call.
 """
 
 from collections.abc import Iterator
@@ -67,18 +68,18 @@ def check_forward(model, trust: bool = False) -> None:
         ) from error
     if not found.passed:
         raise ValueError(
-            f"{type(model).__name__} fails the self-check: {found}. Drafts are verified several in one forward, which then "
-            "isn't what plain decoding computes (bidirectional attention and int8 with one activation scale per call are such "
-            "cases): load the model as a causal decoder (is_decoder=True) or without that quantisation, generate without "
-            "assistant_model, or accept another text with SpeculationConfig(trust_target=True)."
+            f"{type(model).__name__} fails the self-check: {found}. Drafts are verified several in one forward, which "
+            "then isn't what plain decoding computes (bidirectional attention and int8 with one activation scale per "
+            "call are such cases): load the model as a causal decoder (is_decoder=True) or without that quantisation, "
+            "generate without assistant_model, or accept another text with SpeculationConfig(trust_target=True)."
         )
 
 
 def self_check(model) -> SelfCheck:
     """Measure a target once: its result is kept as long as the model lives and is built of the same modules.
 
-    Costs six forwards of one to three tokens. Leaves no trace: random states, training mode and the frequencies of dynamic
-    rotary embeddings are as before; compiled forwards run uncompiled, so nothing is compiled for these shapes.
+    Costs six forwards of one to three tokens. Leaves no trace: random states, training mode and the frequencies of
+    dynamic rotary embeddings are as before; compiled forwards run uncompiled, so nothing is compiled for these shapes.
     """
     with _lock:
         built = _structure(model)
@@ -112,7 +113,9 @@ def _measure(model) -> SelfCheck:
 
 def _epsilon(model) -> float:
     """Rounding of the coarsest number format at work; float64 models compute some parts in float32."""
-    dtypes = {p.dtype for p in model.parameters() if p.dtype.is_floating_point and p.dtype.itemsize > 1} | {torch.float32}
+    dtypes = {p.dtype for p in model.parameters() if p.dtype.is_floating_point and p.dtype.itemsize > 1} | {
+        torch.float32
+    }
     kind = execution_device(model).type
     if torch.is_autocast_enabled(kind):
         dtypes.add(torch.get_autocast_dtype(kind))
@@ -132,7 +135,8 @@ def _tokens(model) -> list[int]:
 
 
 def _differences(model, tokens: list[int]) -> tuple[float, float]:
-    """`together` and `ahead` of one sample: a prompt of one token, three tokens behind it, and another one for the last."""
+    """`together` and `ahead` of one sample: a prompt of one token, three tokens behind it, and another one for the
+    last."""
     first, *several, other = tokens
     target = Target(model, None)
     cache = target.new_cache(1)

@@ -15,8 +15,9 @@ from .preparation import check_preparation, draft_room, position_limits, recompu
 
 UNTRACEABLE = "Unsupported"  # what torch.compile raises; its module is slow to import
 FULLGRAPH = (
-    "The target's forward was compiled with fullgraph=True, and neither the hooks that read a drafter's features nor rows of "
-    "different lengths fit in one graph: compile it without fullgraph=True, or generate without assistant_model."
+    "The target's forward was compiled with fullgraph=True, and neither the hooks that read a drafter's features nor "
+    "rows of different lengths fit in one graph: compile it without fullgraph=True, or generate without "
+    "assistant_model."
 )
 # What generate() prepares by itself; anything else is an input this loop doesn't know how to continue.
 KNOWN_INPUTS = {
@@ -45,8 +46,8 @@ def decoder_layers(target) -> torch.nn.ModuleList:
             if isinstance(module, torch.nn.ModuleList) and len(module) == count:
                 return module
     raise ValueError(
-        f"{type(target).__name__} has no list of {count} decoder layers, as its config's num_hidden_layers says, so its "
-        "features can't be tapped: use a decoder-only model with standard layers."
+        f"{type(target).__name__} has no list of {count} decoder layers, as its config's num_hidden_layers says, so "
+        "its features can't be tapped: use a decoder-only model with standard layers."
     )
 
 
@@ -64,8 +65,8 @@ class FeatureTap:
     Unlike `output_hidden_states`, whose indices changed meaning between transformers releases, a hook has one meaning.
 
     Args:
-        target: the model. layer_ids (`list[int]`): 0-based layers; -1 is the input of layer 0, and the number of layers is
-            the last layer's output behind the final norm.
+        target: the model. layer_ids (`list[int]`): 0-based layers; -1 is the input of layer 0, and the number of layers
+            is the last layer's output behind the final norm.
     """
 
     def __init__(self, target, layer_ids: list[int]):
@@ -106,15 +107,16 @@ class FeatureTap:
         self.captured.clear()
 
     def features(self, device=None) -> torch.Tensor:
-        """[B, T, m*D] of the last forward, taps side by side in the listed order, on `device` (default: the first tap's)."""
+        """[B, T, m*D] of the last forward, taps side by side in the listed order, on `device` (default: the first
+        tap's)."""
         if not self.layer_ids:
             return torch.zeros(*self.shape, 0, device=device)
         parts = [self.captured[i] for i in self.layer_ids]
         for i, p in zip(self.layer_ids, parts):
             if p.dim() != 3:
                 raise ValueError(
-                    f"Layer {i} of this target gives states of shape {tuple(p.shape)}, several streams per token, and drafters "
-                    "read one: generate without assistant_model."
+                    f"Layer {i} of this target gives states of shape {tuple(p.shape)}, several streams per token, and "
+                    "drafters read one: generate without assistant_model."
                 )
         device = device or parts[0].device
         features = torch.cat([p.to(device) for p in parts], -1)
@@ -152,9 +154,11 @@ class Target:
         return draft_room(self.limits, length)
 
     def restart(self, ids: torch.Tensor, cache: TargetCache, lengths: list[int]) -> None:
-        """Compute the cache of the one row anew where plain generation does; `ids` [1, ...] begins with its `lengths` tokens.
+        """Compute the cache of the one row anew where plain generation does; `ids` [1, ...] begins with its `lengths`
+        tokens.
 
-        The forward reaches over the limit, so all keys are those of the far side. The anchor is fed again with its drafts.
+        The forward reaches over the limit, so all keys are those of the far side. The anchor is fed again with its
+        drafts.
         """
         if self.restarts and lengths[0] in self.restarts:
             cache.lengths = torch.zeros_like(cache.lengths)
@@ -162,7 +166,8 @@ class Target:
             cache.lengths = torch.tensor(lengths) - 1
 
     def room(self, n: int) -> float:
-        """Drafts that fit behind `n` tokens before the target's last position; unlimited where the text is past it already."""
+        """Drafts that fit behind `n` tokens before the target's last position; unlimited where the text is past it
+        already."""
         limit = getattr(self.config, "max_position_embeddings", None) or 0
         return limit - n if limit >= n else math.inf
 
@@ -177,12 +182,12 @@ class Target:
     def forward(self, ids: torch.Tensor, cache: TargetCache, ends, keep=0, tree=None, widths=None, **outputs):
         """One forward over `ids` [A, T] at each row's next slots; the cache counts nothing until `advance`.
 
-        `ends` [A]: where each row's real tokens end; what lies behind is filling, and learned positions may not reach so far.
-        `keep`: positions [n] whose logits are wanted, or 0 for all. `tree` bool [A, T, T]: which of the tokens each one sees,
-        where they aren't a chain; see [`ancestors`]. `widths` [A]: of each row, the tokens that matter; the others' logits and
-        features are of no use. `outputs`: flags such as `output_attentions`.
-        Returns the model's output, with logits [A, n or T, V], and leaves the features in `self.tap`; `self.fed` tokens were
-        computed.
+        `ends` [A]: where each row's real tokens end; what lies behind is filling, and learned positions may not reach
+        so far. `keep`: positions [n] whose logits are wanted, or 0 for all. `tree` bool [A, T, T]: which of the tokens
+        each one sees, where they aren't a chain; see [`ancestors`]. `widths` [A]: of each row, the tokens that matter;
+        the others' logits and features are of no use. `outputs`: flags such as `output_attentions`.
+        Returns the model's output, with logits [A, n or T, V], and leaves the features in `self.tap`; `self.fed` tokens
+        were computed.
         """
         layout, agrees, packed = None, False, None
         if widths is not None and sum(widths) < ids.numel():
@@ -256,43 +261,47 @@ def check_target_model(model) -> None:
     name, text = type(model).__name__, model.config.get_text_config()
     if model.config.is_encoder_decoder:
         raise ValueError(
-            f"{name} is an encoder-decoder model, and drafters read the hidden states of decoder-only targets: use a causal "
-            "language model, or transformers' own assistant for this one."
+            f"{name} is an encoder-decoder model, and drafters read the hidden states of decoder-only targets: use a "
+            "causal language model, or transformers' own assistant for this one."
         )
     if getattr(model, "_is_stateful", False):
         raise ValueError(
             f"{name} keeps a recurrent state that can't be taken back when a draft is rejected: generate without "
             "assistant_model, or use a target with attention layers only."
         )
-    odd = sorted(set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention", "chunked_attention"})
+    odd = sorted(
+        set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention", "chunked_attention"}
+    )
     if odd:
         raise ValueError(
-            f"{name} has layers of type {', '.join(odd)}, whose cache can't be rolled back row by row: generate without "
-            "assistant_model, or use a target with attention layers only."
+            f"{name} has layers of type {', '.join(odd)}, whose cache can't be rolled back row by row: generate "
+            "without assistant_model, or use a target with attention layers only."
         )
     parameters = inspect.signature(model.forward).parameters
     if "position_ids" not in parameters or getattr(text, "alibi", False):
         why = "adds ALiBi biases by slot" if getattr(text, "alibi", False) else "takes no position_ids"
         raise ValueError(
-            f"{name} {why}, so rows of different lengths can't be placed: generate without assistant_model, or use a target "
-            "with rotary or learned positions that takes position_ids."
+            f"{name} {why}, so rows of different lengths can't be placed: generate without assistant_model, or use a "
+            "target with rotary or learned positions that takes position_ids."
         )
     if "cache" not in parameters and "past_key_values" not in parameters:
-        raise ValueError(f"{name} keeps no cache, and drafts are verified on top of one: generate without assistant_model.")
+        raise ValueError(
+            f"{name} keeps no cache, and drafts are verified on top of one: generate without assistant_model."
+        )
     if "local" in (getattr(text, "attention_layers", None) or ()):
         raise ValueError(
-            f"{name} measures the window of its local layers in cache slots, which rows of different lengths don't share: "
-            "generate without assistant_model."
+            f"{name} measures the window of its local layers in cache slots, which rows of different lengths don't "
+            "share: generate without assistant_model."
         )
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     if isinstance(rope, dict) and rope.get("mrope_section"):
         raise ValueError(
-            f"{name} uses multimodal rotary positions (mrope_section), which have three components per token: use its text-"
-            "only sibling, or generate without assistant_model."
+            f"{name} uses multimodal rotary positions (mrope_section), which have three components per token: use its "
+            "text-only sibling, or generate without assistant_model."
         )
     if getattr(decoder_layers(model)[0], "is_decoder", None) is False:
         raise ValueError(
-            f"{name} is loaded as an encoder (is_decoder=False), in which a token sees those behind it, so drafts would change "
-            "what comes before them: load it with is_decoder=True, or generate without assistant_model."
+            f"{name} is loaded as an encoder (is_decoder=False), in which a token sees those behind it, so drafts "
+            "would change what comes before them: load it with is_decoder=True, or generate without assistant_model."
         )
     check_preparation(model)

@@ -1,4 +1,5 @@
-"""Copies in the place of drafts: what each row's text and the shared memory offer, and a draft of them and the drafter's."""
+"""Copies in the place of drafts: what each row's text and the shared memory offer, and a draft of them and the
+drafter's."""
 
 from dataclasses import replace
 
@@ -14,13 +15,16 @@ NOTHING = Copy([], 0)
 def shortest_match(copy: int | str | None) -> int | None:
     """Tokens that must match for a row to copy under the knob `copy`, None if it never does.
 
-    Where the policy weighs each copy by what its match length was worth, matches of one token are offered too: that many are
-    right as to pay where a draft costs little. Without a policy they'd be verified wherever a word occurs again.
+    Where the policy weighs each copy by what its match length was worth, matches of one token are offered too: that
+    many are right as to pay where a draft costs little. Without a policy they'd be verified wherever a word occurs
+    again.
     """
     return None if copy is None else 1 if copy == "auto" else 2
 
 
-def offers(indices: list[CopyIndex], texts: list[list[int]], room: list[int], memory: CopyMemory | None, limit: int) -> list:
+def offers(
+    indices: list[CopyIndex], texts: list[list[int]], room: list[int], memory: CopyMemory | None, limit: int
+) -> list:
     """What each row could copy: from its own text, or from the memory where that has a longer match and as many tokens.
 
     Args:
@@ -41,7 +45,8 @@ def offers(indices: list[CopyIndex], texts: list[list[int]], room: list[int], me
 
 
 def with_copies(draft: Draft, copies: list[tuple[Copy, str]], lengths: list[int], room: list[int]) -> Draft:
-    """The drafter's `draft`, with the first `lengths` [A] tokens of a row's copy in place of its drafts where that isn't 0.
+    """The drafter's `draft`, with the first `lengths` [A] tokens of a row's copy in place of its drafts where that
+    isn't 0.
 
     A copy is settled by the committed text: where others were drawn from a law, its own puts everything on its tokens.
     """

@@ -11,7 +11,8 @@ from .copying import CopyMemory
 
 
 class TheTargets:
-    """Stands for a value of the target's config: copies are tokens of the target, so pipelines find what they compare equal."""
+    """Stands for a value of the target's config: copies are tokens of the target, so pipelines find what they compare
+    equal."""
 
     def __eq__(self, other) -> bool:
         return True
@@ -22,15 +23,15 @@ class TheTargets:
 class CopyDrafter:
     """A drafter that copies: `target.generate(**inputs, assistant_model=CopyDrafter())`.
 
-    It proposes what followed the longest earlier match of the text's last tokens. It works with any decoder-only target,
-    any batch size and any sampling. Nothing is loaded or trained. Sources: prompt lookup decoding (Saxena 2023), LLMA
-    (arXiv 2304.04487).
+    It proposes what followed the longest earlier match of the text's last tokens. It works with any decoder-only
+    target, any batch size and any sampling. Nothing is loaded or trained. Sources: prompt lookup decoding (Saxena
+    2023), LLMA (arXiv 2304.04487).
 
     Args:
         memory ([`CopyMemory`], *optional*): texts of other calls and documents of your own, to copy from as well.
-        speculation ([`SpeculationConfig`], *optional*): default settings of its calls. By default `copy="auto"`: copies are
-            verified where they are expected to gain time; and `verification="match"`, which accepts a copy as often as the
-            others would, and makes the tokens of a `seed` independent of what is copied.
+        speculation ([`SpeculationConfig`], *optional*): default settings of its calls. By default `copy="auto"`: copies
+            are verified where they are expected to gain time; and `verification="match"`, which accepts a copy as often
+            as the others would, and makes the tokens of a `seed` independent of what is copied.
 
     Raises:
         ValueError: `speculation` without `copy`, which leaves nothing to draft.
@@ -43,8 +44,8 @@ class CopyDrafter:
         self.speculation = speculation or SpeculationConfig(copy="auto", verification="match")
         if self.speculation.copy is None:
             raise ValueError(
-                "CopyDrafter got a speculation with copy=None, and copies are all it drafts: set copy='auto', or a number of "
-                "tokens."
+                "CopyDrafter got a speculation with copy=None, and copies are all it drafts: set copy='auto', or a "
+                "number of tokens."
             )
         self.copy_memory = memory
         self.last_speculation = None

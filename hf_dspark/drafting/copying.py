@@ -1,10 +1,10 @@
 """Drafts copied from text that is known already, without any weights.
 
-The last tokens of a text are looked up among its earlier tokens; what followed them there is the draft. Written from the
-literature: prompt lookup decoding (Saxena 2023) and LLMA (arXiv 2304.04487) copy from the prompt; REST (2311.08252) from a
-store of documents; token recycling (2408.08696) and SuffixDecoding (2411.04975) from earlier answers. `CopyIndex` covers one
-row's own text, `CopyMemory` many texts. Among the longest matches the most recent one is copied: on SmolLM2's answers the most
-frequent continuation gains nothing over it.
+The last tokens of a text are looked up among its earlier tokens; what followed them there is the draft. Written from
+the literature: prompt lookup decoding (Saxena 2023) and LLMA (arXiv 2304.04487) copy from the prompt; REST (2311.08252)
+from a store of documents; token recycling (2408.08696) and SuffixDecoding (2411.04975) from earlier answers.
+`CopyIndex` covers one row's own text, `CopyMemory` many texts. Among the longest matches the most recent one is copied:
+on SmolLM2's answers the most frequent continuation gains nothing over it.
 
 A draft depends on the committed text alone, so its distribution q is one-hot, and every verification is exact.
 """
@@ -31,7 +31,8 @@ class Copy:
 
     Args:
         tokens: token ids, at most as many as were asked for; empty where nothing matched.
-        match: how many tokens before the draft agree with those before its source, counted up to 64; 0 where nothing matched.
+        match: how many tokens before the draft agree with those before its source, counted up to 64; 0 where nothing
+            matched.
     """
 
     tokens: list[int]
@@ -41,9 +42,10 @@ class Copy:
 class _Suffixes:
     """Where each n-gram of a text ended last, for n from `shortest` to `longest`.
 
-    An n-gram that occurred once is stored up to the first length that was new then; a second visitor pushes the first one
-    deeper. So an entry that is missing means: the next shorter n-gram's latest occurrence is the only candidate. That keeps two
-    or three entries per token of usual text instead of one per length. Keys are hashes; callers compare the tokens.
+    An n-gram that occurred once is stored up to the first length that was new then; a second visitor pushes the first
+    one deeper. So an entry that is missing means: the next shorter n-gram's latest occurrence is the only candidate.
+    That keeps two or three entries per token of usual text instead of one per length. Keys are hashes; callers compare
+    the tokens.
     """
 
     def __init__(self, shortest: int, longest: int):
@@ -125,8 +127,9 @@ class _Suffixes:
 class CopyIndex:
     """The text of one row, prompt and output, and where it said before what it says now.
 
-    Extending takes constant time per token however long the text is. A token takes about 150 bytes in usual text, at most about
-    700 (with the default match lengths, where every passage stands there twice). It holds plain numbers and can be pickled.
+    Extending takes constant time per token however long the text is. A token takes about 150 bytes in usual text, at
+    most about 700 (with the default match lengths, where every passage stands there twice). It holds plain numbers and
+    can be pickled.
 
     Args:
         tokens: the text so far, token ids.
@@ -212,19 +215,21 @@ class CopyIndex:
 class CopyMemory:
     """Texts to copy from that are shared by rows and calls: your own documents, or earlier answers.
 
-    Privacy: what one user wrote is proposed in other users' calls. The target verifies every proposal, so it is output only
-        where the
+    Privacy: what one user wrote is proposed in other users' calls. The target verifies every proposal, so it is output
+        only where the
     target itself would say the same. But the time that an answer takes shows whether a proposal was accepted. Use one
     memory per group of users who may know of each other's texts.
 
-    The size is bounded: the oldest documents are removed first. Calls from several threads are safe. A call of `add` delays
-    other calls by a few microseconds per token.
+    The size is bounded: the oldest documents are removed first. Calls from several threads are safe. A call of `add`
+    delays other calls by a few microseconds per token.
 
     Args:
         max_tokens (`int`, defaults to 1,000,000): most tokens kept, of about 180 bytes each (at most 1,000 bytes). Of a
             longer document the last `max_tokens` tokens are kept.
-        vocabulary_size (`int`, *optional*): size of the vocabulary that the ids belong to. `None`: set by the first `bind`.
-        tokenizer (`str`, *optional*): a name or hash of the tokenizer that made the ids. `None`: set by the first `bind`.
+        vocabulary_size (`int`, *optional*): size of the vocabulary that the ids belong to. `None`: set by the first
+            `bind`.
+        tokenizer (`str`, *optional*): a name or hash of the tokenizer that made the ids. `None`: set by the first
+            `bind`.
         min_match (`int`, defaults to 3): tokens that have to match, at least, before something is copied.
         max_match (`int`, defaults to 8): longest match that is looked up.
         learns (`bool`, defaults to `True`): whether the texts of calls that use this memory are added when they end.
@@ -267,8 +272,8 @@ class CopyMemory:
         ):
             if None not in (mine, theirs) and mine != theirs:
                 raise ValueError(
-                    f"this CopyMemory holds token ids of {name}={mine!r}, not {theirs!r}: the same id means another text "
-                    "there. Use one CopyMemory per tokenizer and add the documents to it again."
+                    f"this CopyMemory holds token ids of {name}={mine!r}, not {theirs!r}: the same id means another "
+                    "text there. Use one CopyMemory per tokenizer and add the documents to it again."
                 )
         self.vocabulary_size = self.vocabulary_size or vocabulary_size
         self.tokenizer = self.tokenizer or tokenizer
@@ -285,8 +290,8 @@ class CopyMemory:
         tokens = _checked(tokens)
         if self.vocabulary_size is not None and len(tokens) and max(tokens) >= self.vocabulary_size:
             raise ValueError(
-                f"token id {max(tokens)} lies outside the vocabulary of {self.vocabulary_size}: another tokenizer made it. "
-                "Tokenize the document with the target's own."
+                f"token id {max(tokens)} lies outside the vocabulary of {self.vocabulary_size}: another tokenizer made "
+                "it. Tokenize the document with the target's own."
             )
         tokens = tokens[-self.max_tokens :]
         if len(tokens) <= self._suffixes.shortest:
@@ -307,7 +312,8 @@ class CopyMemory:
         """What followed the latest of the longest matches of `suffix`.
 
         Args:
-            suffix: the last tokens of a text: `max_match` of them decide what is copied, up to 64 are counted as `match`.
+            suffix: the last tokens of a text: `max_match` of them decide what is copied, up to 64 are counted as
+                `match`.
             limit: tokens wanted.
 
         Returns:
@@ -396,5 +402,7 @@ def _checked(tokens: Sequence[int]) -> array:
     """The token ids as 32-bit integers, all or none."""
     ids = array("i", tokens)
     if ids and min(ids) < 0:
-        raise ValueError(f"token id {min(ids)} is negative, which no text contains: pass the row's tokens without padding.")
+        raise ValueError(
+            f"token id {min(ids)} is negative, which no text contains: pass the row's tokens without padding."
+        )
     return ids

@@ -12,10 +12,11 @@ class Draft:
     Args:
         tokens (`torch.Tensor`): [A, N] target ids.
         lengths (`list[int]`): [A] drafts offered; a row's drafts behind its length are filling.
-        parents (`torch.Tensor`, *optional*): [A, N] the draft each one follows, -1 for the anchor. Parents come before their
-            children, so the first n drafts of a row are a whole proposal for every n. `None` is a chain: 0 follows the
-            anchor, k follows k - 1.
-        q (`torch.Tensor`, *optional*): [A, N, V] the distributions the drafts were drawn from; `None` for deterministic ones.
+        parents (`torch.Tensor`, *optional*): [A, N] the draft each one follows, -1 for the anchor. Parents come before
+            their children, so the first n drafts of a row are a whole proposal for every n. `None` is a chain: 0
+            follows the anchor, k follows k - 1.
+        q (`torch.Tensor`, *optional*): [A, N, V] the distributions the drafts were drawn from; `None` for deterministic
+            ones.
         log_q (`torch.Tensor`): [A, N] log-probabilities of the tokens at temperature 1, unwarped.
         confidence (`torch.Tensor`, *optional*): [A, N] calibrated logits of being accepted once the drafts before are.
         stages (`list[int]`): [A] drafting stages, 1 also where nothing is drafted.

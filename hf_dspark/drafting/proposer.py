@@ -32,8 +32,8 @@ class Sampling:
 class Context:
     """What drafting may know of the A active rows.
 
-    `rows` [A] their callers' names; `anchors` [A] their last committed tokens; `ids` [A, capacity] the committed tokens, `lengths` [A] of each; `room` [A]
-    most drafts worth making; `sampling`: one entry for the rows of each call.
+    `rows` [A] their callers' names; `anchors` [A] their last committed tokens; `ids` [A, capacity] the committed
+    tokens, `lengths` [A] of each; `room` [A] most drafts worth making; `sampling`: one entry for the rows of each call.
     """
 
     rows: list
@@ -52,8 +52,8 @@ class Proposer:
         first_positions ([B]): true positions of the first features to come. cache: a cache to continue, instead.
         gate: for DLoop, `gate(scores[R][S], active rows) -> [R]`: which rows draft another stage, given the summed
             log-probabilities of their stages so far.
-        estimate: `estimate(log_probs[A, Vd], before[A, k], k) -> [A]`: a confidence logit for drafters without the head, from the
-            draft law and the log-probabilities of the drafts before; never from the draft it judges.
+        estimate: `estimate(log_probs[A, Vd], before[A, k], k) -> [A]`: a confidence logit for drafters without the
+            head, from the draft law and the log-probabilities of the drafts before; never from the draft it judges.
     """
 
     PATIENCE = 64  # tokens to wait with, which bounds the memory they take
@@ -82,8 +82,8 @@ class Proposer:
         wanted, found = self.speculation.num_draft_tokens, []
         if self.unusable:
             found.append(
-                f"{self.unusable} times the drafter gave logits that aren't finite, and nothing was drafted from them; the output is "
-                "the target's all the same. Check its weights, or load it in float32."
+                f"{self.unusable} times the drafter gave logits that aren't finite, and nothing was drafted from them; "
+                "the output is the target's all the same. Check its weights, or load it in float32."
             )
         if wanted is None or wanted <= self.block:
             return found
@@ -95,8 +95,8 @@ class Proposer:
     # ------------------------------------------------------------------ committed tokens
 
     def observe(self, features: torch.Tensor, next_tokens: torch.Tensor, counts: torch.Tensor) -> None:
-        """Extend the drafter's context: of the features [A, T, m*D] of the tokens fed, and of the token after each [A, T], the
-        first `counts` [A] (on the host)."""
+        """Extend the drafter's context: of the features [A, T, m*D] of the tokens fed, and of the token after each [A,
+        T], the first `counts` [A] (on the host)."""
         low, high = (int(x) for x in torch.aminmax(counts))
         features, next_tokens = features[:, :high], next_tokens[:, :high]
         if low == high:
@@ -239,8 +239,9 @@ class Proposer:
     def _cut(self, tokens, confidences, able, room, sampling) -> torch.Tensor:
         """Drafts [R] to verify of each row so far.
 
-        A draft is cut off from the first confidence below the threshold on, or the first law that isn't finite (`able`), which
-        look at no draft they decide about; and nothing is drafted behind a stop token, which itself stays.
+        A draft is cut off from the first confidence below the threshold on, or the first law that isn't finite
+        (`able`), which look at no draft they decide about; and nothing is drafted behind a stop token, which itself
+        stays.
         """
         most = torch.tensor(room).clamp(max=tokens.shape[1]).to(tokens.device)
         stops = _stops(tokens, sampling)
@@ -278,7 +279,8 @@ class Proposer:
         return out
 
     def _choose(self, context, active, sampling, before, logits, log_probs):
-        """The next draft of rows `active` from draft logits [R, Vd]: tokens [R], q [R, V] or None, log-probabilities [R]."""
+        """The next draft of rows `active` from draft logits [R, Vd]: tokens [R], q [R, V] or None, log-probabilities
+        [R]."""
         if all(s.noise is None and s.scorer.empty for s in sampling):
             draft_ids = logits.argmax(-1)
             tokens = self.drafter.target_ids(draft_ids).to(context.ids.device)
@@ -340,7 +342,8 @@ class Proposer:
 
     @staticmethod
     def _undecided(context, active, s: Sampling, before) -> list[int]:
-        """Rows of `s` whose next draft may be verified, so that processors aren't asked about a prefix that can't be."""
+        """Rows of `s` whose next draft may be verified, so that processors aren't asked about a prefix that can't
+        be."""
         drafted = torch.stack(before, 1).tolist() if before else [[]] * len(s.rows)
         room = [context.room[active[j]] for j in s.rows]
         return [i for i, row in enumerate(drafted) if len(row) < room[i] and s.stop_ids.isdisjoint(row)]

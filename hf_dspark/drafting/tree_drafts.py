@@ -1,4 +1,5 @@
-"""A drafter's block, or its recursion, as a tree per row: built, kept inside the room, continued by stages and copies."""
+"""A drafter's block, or its recursion, as a tree per row: built, kept inside the room, continued by stages and
+copies."""
 
 import math
 from collections.abc import Callable
@@ -64,8 +65,8 @@ def check_trees(target, drafter, speculation) -> None:
     kernel = target.config._attn_implementation
     if kernel not in ("sdpa", "eager"):
         raise ValueError(
-            f"tree={speculation.tree!r} was set, and attn_implementation={kernel!r} takes no mask per token, which branches need: "
-            "load the target with attn_implementation='sdpa', or set tree=None."
+            f"tree={speculation.tree!r} was set, and attn_implementation={kernel!r} takes no mask per token, which "
+            "branches need: load the target with attn_implementation='sdpa', or set tree=None."
         )
 
 
@@ -81,7 +82,9 @@ def tree_notes(drafter, speculation) -> list[str]:
     unheeded["scheduler"] = speculation.scheduler is not None and speculation.tree_budget is not None
     for name in (name for name, given in unheeded.items() if given):
         value = getattr(speculation, name)
-        notes.append(f"{name}={value!r} was set, and trees are verified whole: set tree_budget=None to let costs decide.")
+        notes.append(
+            f"{name}={value!r} was set, and trees are verified whole: set tree_budget=None to let costs decide."
+        )
     return notes
 
 
@@ -98,8 +101,8 @@ def propose_trees(
 
     Args:
         proposer, context: as for [`Proposer.propose`]. kind: see [`kind_of`].
-        budget (`int`): most nodes of a stage. size: `size(trees)` says how many nodes of each row are worth verifying; it is asked
-            before any node is drawn. branches: per row a copy to hang on the anchor, or None.
+        budget (`int`): most nodes of a stage. size: `size(trees)` says how many nodes of each row are worth verifying;
+            it is asked before any node is drawn. branches: per row a copy to hang on the anchor, or None.
     """
     if min(proposer.block, max(context.room, default=0)) <= 0:
         return Draft.empty(len(context.room), context.ids.device, proposer.block, context.room)
@@ -141,8 +144,8 @@ class _Trees:
         return self._as_draft(trees, None, stages)
 
     def _stage(self, anchors, seed, pseudo, full_depth, first: int):
-        """Trees of one stage in target ids, the block's logits [A, K, Vd] where it has some, and the drafter's state; its first
-        drafts are `first` + 1 deep."""
+        """Trees of one stage in target ids, the block's logits [A, K, Vd] where it has some, and the drafter's state;
+        its first drafts are `first` + 1 deep."""
         drafter, cache = self.drafter, self.proposer.cache
         steps = min(self.proposer.block, max(self.context.room) - first)
         state = drafter.start(cache, anchors, seed, pseudo, steps)
@@ -155,7 +158,9 @@ class _Trees:
         positions = self._finite(state.base[:, :steps]).split(1, 1)
         base = torch.cat([self._scores(x, first + k) for k, x in enumerate(positions)], 1)
         if self.kind == "dartree":
-            made = dartree(base, self._corrected(head_step(drafter, state, anchors), first), self.budget, full_depth=full_depth)
+            made = dartree(
+                base, self._corrected(head_step(drafter, state, anchors), first), self.budget, full_depth=full_depth
+            )
         elif self.kind == "jetspec":
             made = jetspec(_log_softmax(base), self.budget, JETSPEC_WIDTH)
         else:
@@ -176,9 +181,9 @@ class _Trees:
         return _log_softmax(self._scores(self._finite(logits), depth))
 
     def _scores(self, logits: torch.Tensor, depth: int) -> torch.Tensor:
-        """Logits [A, F, Vd] of the drafts below nodes of a depth, as the target's own draw sees its logits: after the processors
-        that don't look at the prefix, and with its noise where a row samples and no children are drawn. The children are then
-        compared with that draw, so the noise they share makes them likely."""
+        """Logits [A, F, Vd] of the drafts below nodes of a depth, as the target's own draw sees its logits: after the
+        processors that don't look at the prefix, and with its noise where a row samples and no children are drawn. The
+        children are then compared with that draw, so the noise they share makes them likely."""
         out = logits.float()
         for s in self.context.sampling:
             plain = s.scorer.empty or not s.scorer.prefix_free
@@ -194,7 +199,9 @@ class _Trees:
             if not plain:
                 places = [place for place in s.places for _ in range(mine.shape[1])]
                 scored = s.scorer.draft_scores(places, None, mine.flatten(0, 1)).unflatten(0, mine.shape[:2])
-                mine = torch.where(possible(scored)[..., None], scored, mine)  # nothing allowed is in the drafter's vocabulary
+                mine = torch.where(
+                    possible(scored)[..., None], scored, mine
+                )  # nothing allowed is in the drafter's vocabulary
             if s.noise is not None and not self.drawing:
                 mine = mine - mine.amax(-1, keepdim=True) + self._gumbel(s, depth)[:, None]
             out = out.index_copy(0, torch.tensor(s.rows, device=out.device), self._drafters_part(mine).to(out))
@@ -258,11 +265,16 @@ class _Trees:
     # ------------------------------------------------------------------ further stages (METHODS: DLoop with trees)
 
     def _further(self, trees: list[Tree], state):
-        """Stages on the end of the best full-depth path, for all rows together, as long as the gate lets the surest row pass."""
+        """Stages on the end of the best full-depth path, for all rows together, as long as the gate lets the surest row
+        pass."""
         proposer, context, K = self.proposer, self.context, self.proposer.block
         stage, tips, before = 1, [tip(t) for t in trees], [0.0] * self.rows
         scores: list[list[float]] = [[] for _ in trees]
-        while stage < proposer.speculation.max_draft_stages and min(context.room) > stage * K and self._whole(trees, tips, stage):
+        while (
+            stage < proposer.speculation.max_draft_stages
+            and min(context.room) > stage * K
+            and self._whole(trees, tips, stage)
+        ):
             for r, (tree, node) in enumerate(zip(trees, tips)):
                 scores[r].append(float(tree.scores[node]) - before[r])
                 before[r] = float(tree.scores[node])
@@ -344,7 +356,8 @@ def within(tree: Tree, room: int, stop_ids: frozenset[int]) -> Tree:
 
 
 def branch(tokens: list[int], chances: list[float]) -> Tree | None:
-    """A copy as a branch: `tokens` [n] with the chances [n] that the first 1..n are all accepted; None if there are none."""
+    """A copy as a branch: `tokens` [n] with the chances [n] that the first 1..n are all accepted; None if there are
+    none."""
     if not tokens:
         return None
     survival = torch.tensor(chances[: len(tokens)]).clamp_min(1e-9).log()

@@ -15,8 +15,8 @@ __all__ = [
 class Tree(NamedTuple):
     """A draft tree without its anchor.
 
-    A parent comes before its children, so the first m nodes are a tree; no two children of a node have the same token. Several
-    trees are padded to [B, N]: a padding node has token 0, parent -1 and score -inf, which no real node has.
+    A parent comes before its children, so the first m nodes are a tree; no two children of a node have the same token.
+    Several trees are padded to [B, N]: a padding node has token 0, parent -1 and score -inf, which no real node has.
 
     Attributes:
         tokens (`torch.Tensor`): [N] token ids.
@@ -32,7 +32,9 @@ class Tree(NamedTuple):
     def of(cls, tokens=(), parents=(), scores=(), dtype=torch.float32) -> "Tree":
         """A tree of plain numbers."""
         long = torch.long
-        return cls(torch.tensor(tokens, dtype=long), torch.tensor(parents, dtype=long), torch.tensor(scores, dtype=dtype))
+        return cls(
+            torch.tensor(tokens, dtype=long), torch.tensor(parents, dtype=long), torch.tensor(scores, dtype=dtype)
+        )
 
     @property
     def lengths(self) -> list[int]:
@@ -112,8 +114,8 @@ def tip(tree: Tree) -> int:
 def graft(tree: Tree, branch: Tree, at: int = -1) -> Tree:
     """`tree` with `branch` below node `at`: a copied continuation, or the tree of a further drafting stage.
 
-    Equal prefixes are merged, and a node keeps the better of its two scores, so that no child is above its parent. The nodes of
-    `tree` keep their numbers; what the branch adds follows in its own order.
+    Equal prefixes are merged, and a node keeps the better of its two scores, so that no child is above its parent. The
+    nodes of `tree` keep their numbers; what the branch adds follows in its own order.
 
     Args:
         tree, branch ([`Tree`]): the branch's scores are those of the paths from `at` on.
@@ -158,7 +160,8 @@ def prune(tree: Tree, budget: int, depth_bonus: float = 0.0, forced: Sequence[in
     """
     if depth_bonus > 0:
         raise ValueError(
-            f"depth_bonus={depth_bonus} prefers deep nodes, and the best nodes would lack their parents: set it to 0 or below."
+            f"depth_bonus={depth_bonus} prefers deep nodes, and the best nodes would lack their parents: set it to 0 "
+            "or below."
         )
     keys = tree.scores.double() + depth_bonus * depths(tree.parents)[1:]
     possible = int(torch.isfinite(keys).sum())
@@ -183,17 +186,18 @@ def force(tree: Tree, branch: Tree, budget: int) -> Tree:
 
 
 def sampled(tree: Tree, log_q: torch.Tensor, draw: Callable) -> Tree:
-    """The same shape with drawn tokens, for recursive rejection: child j of a node is the j-th drawn without replacement.
+    """The same shape with drawn tokens, for recursive rejection: child j of a node is the j-th drawn without
+    replacement.
 
-    The shape must have been built from `log_q` alone ([`ddtree`], [`jetspec`]), as it is then known before anything is drawn.
-    A node of depth d (the anchor has 0) has its children drawn from softmax(log_q[d]); nodes that a law has no token for are
-    left out.
+    The shape must have been built from `log_q` alone ([`ddtree`], [`jetspec`]), as it is then known before anything is
+    drawn. A node of depth d (the anchor has 0) has its children drawn from softmax(log_q[d]); nodes that a law has no
+    token for are left out.
 
     Args:
         tree ([`Tree`]): one tree.
         log_q (`torch.Tensor`): [k, Vd] log-probabilities the children are drawn from.
-        draw (`Callable`): `draw(log_q [F, Vd], depth, count)` gives [F, count] ids, in the order drawn, for the F nodes of a
-            depth that have children; see [`TreeNoise.children`].
+        draw (`Callable`): `draw(log_q [F, Vd], depth, count)` gives [F, count] ids, in the order drawn, for the F nodes
+            of a depth that have children; see [`TreeNoise.children`].
     """
     log_q = log_q.log_softmax(-1)
     parents, depth = tree.parents.tolist(), depths(tree.parents).tolist()

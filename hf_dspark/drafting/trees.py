@@ -1,8 +1,9 @@
-"""Builders of draft trees from what a drafter says: pure functions of log-probabilities, and of a step for causal drafters.
+"""Builders of draft trees from what a drafter says: pure functions of log-probabilities, and of a step for causal
+drafters.
 
-A builder takes one row ([k, Vd], giving a [`Tree`] of [N]) or several ([B, k, Vd], giving a padded one of [B, N]); a budget
-counts nodes without the anchor. Tokens are ids of the drafter's vocabulary. Equal scores stand in the order of the paths, equal
-tokens of one position in the order of `torch.topk`.
+A builder takes one row ([k, Vd], giving a [`Tree`] of [N]) or several ([B, k, Vd], giving a padded one of [B, N]); a
+budget counts nodes without the anchor. Tokens are ids of the drafter's vocabulary. Equal scores stand in the order of
+the paths, equal tokens of one position in the order of `torch.topk`.
 """
 
 import heapq
@@ -26,14 +27,15 @@ __all__ = [
 def ddtree(log_probs: torch.Tensor, budget: int, full_depth: bool = False) -> Tree:
     """The `budget` most probable prefixes of a block whose positions are independent (DDTree, arXiv 2604.12989).
 
-    Best first: the most probable prefix is popped, its next sibling and its first child are pushed; O(budget log budget) after
-    the top-k of each position. The nodes come in falling order of their scores, so the first m are the tree of budget m.
+    Best first: the most probable prefix is popped, its next sibling and its first child are pushed; O(budget log
+    budget) after the top-k of each position. The nodes come in falling order of their scores, so the first m are the
+    tree of budget m.
 
     Args:
         log_probs (`torch.Tensor`): [k, Vd] or [B, k, Vd], temperature 1.
         budget (`int`): nodes, the anchor not counted.
-        full_depth (`bool`): keep the most probable token of all k positions in the tree, even if that takes nodes of a higher
-            score, or more nodes than the budget; looped drafting goes on from there ([`tip`]).
+        full_depth (`bool`): keep the most probable token of all k positions in the tree, even if that takes nodes of a
+            higher score, or more nodes than the budget; looped drafting goes on from there ([`tip`]).
 
     Returns:
         [`Tree`]: [N] or padded [B, N].
@@ -122,27 +124,30 @@ def dartree(
     draw: Callable | None = None,
     full_depth: bool = False,
 ) -> Tree:
-    """A tree for a block drafter with a causal head (DARTree, magneto0124/DARTree): level by level, every path corrected.
+    """A tree for a block drafter with a causal head (DARTree, magneto0124/DARTree): level by level, every path
+    corrected.
 
-    A node's children are the `candidates` best tokens of the position's base logits, with the head's correction for the path,
-    normalised among themselves. Each level keeps the best by path score.
+    A node's children are the `candidates` best tokens of the position's base logits, with the head's correction for the
+    path, normalised among themselves. Each level keeps the best by path score.
 
     Args:
         base_logits (`torch.Tensor`): [k, Vd] or [B, k, Vd], uncorrected, temperature 1.
-        step (`Callable`): `step(memory, rows, tokens, depth, candidates)` gives corrected logits [B, F, C] of the `candidates`
-            [B, C] below the F nodes of a level and the nodes' memory. `tokens` [B, F] are the nodes', and `rows` [B * F] where
-            their parents stand in `memory`; at depth 0 the only node is the anchor and all three are `None`. See [`head_step`].
+        step (`Callable`): `step(memory, rows, tokens, depth, candidates)` gives corrected logits [B, F, C] of the
+            `candidates` [B, C] below the F nodes of a level and the nodes' memory. `tokens` [B, F] are the nodes', and
+            `rows` [B * F] where their parents stand in `memory`; at depth 0 the only node is the anchor and all three
+            are `None`. See [`head_step`].
         budget (`int`): nodes, the anchor not counted.
         width (`int`): nodes kept per level, before the `budget` best of all are.
         candidates (`int`): tokens looked at per position.
         depth_bonus (`float`): added per level when the best of all are chosen; at most 0.
-        fixed (`bool`): no choice at the end: a level is as wide as the rest of the budget divided by the rest of the levels.
-        prefix_len (`int`): levels that use the base logits as they are (Domino's `pure_draft_prefix_len`, which its head
-            knows itself).
+        fixed (`bool`): no choice at the end: a level is as wide as the rest of the budget divided by the rest of the
+            levels.
+        prefix_len (`int`): levels that use the base logits as they are (Domino's `pure_draft_prefix_len`, which its
+            head knows itself).
         draw (`Callable`, *optional*): with `fixed` only, children drawn without replacement instead of the best ones:
-            `draw(log_q [B, F, C], depth, count)` gives [B, F, count] indices into C in the order drawn. The laws it is given,
-            one level after the other, are those of the anchor, of node 0 and so on. How many children a node has is decided
-            by its law and the nodes above, before they are drawn.
+            `draw(log_q [B, F, C], depth, count)` gives [B, F, count] indices into C in the order drawn. The laws it is
+            given, one level after the other, are those of the anchor, of node 0 and so on. How many children a node has
+            is decided by its law and the nodes above, before they are drawn.
         full_depth (`bool`): keep the best path of all k levels, as in [`ddtree`].
 
     Returns:
@@ -154,8 +159,8 @@ def dartree(
     _check(base_logits, budget, width, candidates)
     if draw is not None and not fixed:
         raise ValueError(
-            "draw needs fixed=True: children that were drawn must not be cut afterwards by their own scores, because recursive "
-            "rejection would then be biased."
+            "draw needs fixed=True: children that were drawn must not be cut afterwards by their own scores, because "
+            "recursive rejection would then be biased."
         )
     single = base_logits.dim() == 2
     if single and draw is not None:
@@ -198,13 +203,14 @@ def _dar_levels(logits, step, budget, width, candidates, fixed, prefix_len, draw
 def eagle2(first_log_probs: torch.Tensor, expand: Callable, budget: int, depth: int = 7, width: int = 10) -> Tree:
     """The dynamic tree of EAGLE-2 and EAGLE-3 (arXiv 2406.16858, section 4) for a recursive drafter.
 
-    The `width` best nodes of a level are expanded into `width` children each; of all nodes ever made the `budget` best stay.
+    The `width` best nodes of a level are expanded into `width` children each; of all nodes ever made the `budget` best
+    stay.
 
     Args:
         first_log_probs (`torch.Tensor`): [Vd] or [B, Vd], behind the anchor.
         expand (`Callable`): `expand(tokens [B, F], rows [B * F], level)` runs the drafter on the frontier and gives its
-            log-probabilities [B, F, Vd]. `rows` says where a node's parent stands among the nodes of the call before (of the
-            B anchors, at level 1). See [`recursive_expand`].
+            log-probabilities [B, F, Vd]. `rows` says where a node's parent stands among the nodes of the call before
+            (of the B anchors, at level 1). See [`recursive_expand`].
         budget (`int`): nodes, the anchor not counted (the reference's `total_token` is one more).
         depth (`int`): expansions; the tree is at most `depth` + 1 levels deep.
         width (`int`): the reference's `top_k`.
@@ -274,7 +280,8 @@ def head_step(drafter, state, anchor: torch.Tensor) -> Callable:
 def recursive_expand(drafter, cache, state, anchor: torch.Tensor) -> tuple[torch.Tensor, Callable]:
     """What [`eagle2`] needs of a recursive drafter: `first_log_probs` [B, Vd] behind `anchor` [B], and `expand`.
 
-    Each node of a frontier has a copy of its path's cache, so the drafter itself knows no trees. `cache` stays as it is.
+    Each node of a frontier has a copy of its path's cache, so the drafter itself knows no trees. `cache` stays as it
+    is.
 
     Args:
         drafter (`Eagle3Drafter`): bound to its target.
@@ -297,12 +304,13 @@ def recursive_expand(drafter, cache, state, anchor: torch.Tensor) -> tuple[torch
 def _check(log_probs, budget, *sizes) -> None:
     if log_probs.dim() not in (2, 3):
         raise ValueError(
-            f"A tree was asked for of log-probabilities of shape {list(log_probs.shape)}: one row is [k, Vd], several are "
-            "[B, k, Vd]."
+            f"A tree was asked for of log-probabilities of shape {list(log_probs.shape)}: one row is [k, Vd], several "
+            "are [B, k, Vd]."
         )
     if budget < 0 or min(sizes, default=1) < 1:
         raise ValueError(
-            f"A tree can't have budget={budget} and widths {list(sizes)}: set a budget of at least 0 and widths of at least 1."
+            f"A tree can't have budget={budget} and widths {list(sizes)}: set a budget of at least 0 and widths of at "
+            "least 1."
         )
 
 

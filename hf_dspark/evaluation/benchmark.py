@@ -1,7 +1,8 @@
 """Acceptance and speed of several ways of generating the same answers, measured side by side.
 
-Every prompt is answered by all methods, one after the other in random order, so that whatever else the machine does falls on
-all of them alike; speed-ups are ratios over the same prompts. Results are written as they come, and a second run goes on.
+Every prompt is answered by all methods, one after the other in random order, so that whatever else the machine does
+falls on all of them alike; speed-ups are ratios over the same prompts. Results are written as they come, and a second
+run goes on.
 """
 
 import json
@@ -32,8 +33,8 @@ DRAFTED = ("stock", "own", "own+copy")  # kinds that need a drafter
 @dataclass(frozen=True)
 class Method:
     """A way of generating. `kind`: `"plain"`; `"lookup"` (transformers' prompt lookup, `{"tokens": n}`); `"copy"`
-    ([`CopyDrafter`]); `"stock"` and `"own"` (the drafter in transformers' loop and in ours), whose `knobs` change the drafter's
-    stored ones; `"own+copy"` (as `"own"`, with `copy="auto"`)."""
+    ([`CopyDrafter`]); `"stock"` and `"own"` (the drafter in transformers' loop and in ours), whose `knobs` change the
+    drafter's stored ones; `"own+copy"` (as `"own"`, with `copy="auto"`)."""
 
     kind: str
     knobs: dict = field(default_factory=dict)
@@ -80,8 +81,8 @@ def make_methods(kinds: Sequence[str], settings: Sequence[dict] = ({},), lookup_
 
 @dataclass
 class Plan:
-    """What is measured. Temperature 0 is greedy; `turns` "first" answers the first message of a conversation, "all" answers
-    each in turn on top of the method's own earlier answers."""
+    """What is measured. Temperature 0 is greedy; `turns` "first" answers the first message of a conversation, "all"
+    answers each in turn on top of the method's own earlier answers."""
 
     prompts: list[Prompt]
     methods: list[Method]
@@ -115,7 +116,9 @@ class Plan:
                         yield repeat, prompt, temperature, method
 
 
-def run(target, tokenizer, drafter, plan: Plan, header: dict, partial: str | Path, progress: Callable | None = None) -> dict:
+def run(
+    target, tokenizer, drafter, plan: Plan, header: dict, partial: str | Path, progress: Callable | None = None
+) -> dict:
     """Measure everything in `plan`.
 
     Args:
@@ -124,8 +127,8 @@ def run(target, tokenizer, drafter, plan: Plan, header: dict, partial: str | Pat
         partial: jsonl that grows by one line per generated answer. progress: called with (done, total).
 
     Returns:
-        JSON-able: `run` (header and plan), `refused` {method: why}, `results` (one entry per set, temperature and method, see
-        `summarise`) and `records`.
+        JSON-able: `run` (header and plan), `refused` {method: why}, `results` (one entry per set, temperature and
+        method, see `summarise`) and `records`.
     """
     settings = {**header, "plan": plan.to_dict()}
     file = JsonLines(partial, settings)
@@ -170,7 +173,9 @@ def answer(target, tokenizer, drafter, plan: Plan, prompt: Prompt, temperature: 
         ids = render(tokenizer, messages, plan.chat, plan.thinking)
         torch.manual_seed(plan.seed + prompt.index)
         out.append(_generate(target, drafter, plan, ids, temperature, method))
-        messages.append({"role": "assistant", "content": tokenizer.decode(out[-1].pop("ids"), skip_special_tokens=True)})
+        messages.append(
+            {"role": "assistant", "content": tokenizer.decode(out[-1].pop("ids"), skip_special_tokens=True)}
+        )
     totals = {k: sum(o[k] for o in out) for k in out[0] if isinstance(out[0][k], int | float)}
     kept = ("emitted", "rounds", "round_seconds", "gate", "sweep", "text")
     lists = {k: [o[k] for o in out] for k in kept if k in out[0]}
@@ -203,7 +208,9 @@ def _generate(target, drafter, plan, ids, temperature, method) -> dict:
     if ours is not None:
         stats = ours.last_speculation
         (result["rounds"],) = metrics.responses_of(stats)
-        result |= {k: getattr(stats, k) for k in ("draft_seconds", "verify_seconds", "overhead_seconds", "prefill_seconds")}
+        result |= {
+            k: getattr(stats, k) for k in ("draft_seconds", "verify_seconds", "overhead_seconds", "prefill_seconds")
+        }
     if recorder is not None:
         result["round_seconds"] = [r.seconds for r in recorder.rounds]
         result |= {"sweep": sweep} if (sweep := threshold_sweep(recorder.rounds)) else {}
@@ -224,9 +231,9 @@ class _Nothing:
 
 
 def summarise(records: list[dict], plan: Plan, block: int | None) -> list[dict]:
-    """One entry per set ("all" of them last), temperature and method: the metrics, `tokens_per_second` (prefill left out),
-    `seconds_per_token` split into draft, verify and overhead, and speed-ups over plain decoding and prompt lookup with their
-    intervals. `same_text`: share of greedy answers equal to plain decoding's, token for token."""
+    """One entry per set ("all" of them last), temperature and method: the metrics, `tokens_per_second` (prefill left
+    out), `seconds_per_token` split into draft, verify and overhead, and speed-ups over plain decoding and prompt lookup
+    with their intervals. `same_text`: share of greedy answers equal to plain decoding's, token for token."""
     sources = list(dict.fromkeys(r["source"] for r in records))
     groups = [*sources, "all"] if len(sources) > 1 else sources
     out = []
@@ -270,10 +277,16 @@ def _summary(by_method: dict[str, list[dict]], method: Method, plan: Plan, block
 
 
 def _threshold(points, rounds: int) -> dict:
-    """Drafts accepted and rejected a round at one threshold, and the share accepted, from (threshold, verified, accepted)s."""
+    """Drafts accepted and rejected a round at one threshold, and the share accepted, from (threshold, verified,
+    accepted)s."""
     verified, accepted = sum(p[1] for p in points), sum(p[2] for p in points)
     rate = accepted / verified if verified else math.nan
-    return {"threshold": points[0][0], "accepted": accepted / rounds, "rejected": (verified - accepted) / rounds, "rate": rate}
+    return {
+        "threshold": points[0][0],
+        "accepted": accepted / rounds,
+        "rejected": (verified - accepted) / rounds,
+        "rate": rate,
+    }
 
 
 def _place(record: dict) -> tuple:

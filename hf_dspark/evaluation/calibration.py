@@ -21,9 +21,9 @@ from .record import ConfidenceData, RoundLog, confidence_data, record
 class Calibration:
     """What was fitted: `temperatures` [K] of a confidence head, or the `survival_model` of a drafter without one.
 
-    `before`, `after`, `held_out`: `scheduling.calibration_report`s with the raw confidence (None without a head), with what was
-    fitted, and cross-validated (fitted on one half of the prompts, measured on the other, both ways). `reliability` {"before",
-    "after"}: bins of a reliability diagram, positions pooled. `rounds` and `tau` of the run.
+    `before`, `after`, `held_out`: `scheduling.calibration_report`s with the raw confidence (None without a head), with
+    what was fitted, and cross-validated (fitted on one half of the prompts, measured on the other, both ways).
+    `reliability` {"before", "after"}: bins of a reliability diagram, positions pooled. `rounds` and `tau` of the run.
     """
 
     temperatures: list[float] | None
@@ -83,7 +83,9 @@ def fit(drafter, logs: list[list[RoundLog]], min_labels: int = 500) -> Calibrati
     """
     rounds = [r for log in logs for r in log]
     if not any(r.drafted for r in rounds):
-        raise ValueError("No round drafted anything, so there is nothing to calibrate: give more prompts or longer answers.")
+        raise ValueError(
+            "No round drafted anything, so there is nothing to calibrate: give more prompts or longer answers."
+        )
     data, headless = confidence_data(rounds), not drafter.config.confidence_head
 
     def fitted(part: ConfidenceData, need: int):

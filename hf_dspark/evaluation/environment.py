@@ -16,7 +16,10 @@ from hf_dspark.scheduling.cost import machine_key
 def environment(target, drafter=None) -> dict:
     """Versions, machine, threads, dtype, and hashes of both models' configs and of the drafter's own weights."""
     record = {
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in ("torch", "transformers")}},
+        "versions": {
+            "python": platform.python_version(),
+            **{name: _version(name) for name in ("torch", "transformers")},
+        },
         **machine_key(target.config.name_or_path or type(target).__name__, target.dtype, str(target.device)),
         "cpu": _cpu(),
         "cores": os.cpu_count(),

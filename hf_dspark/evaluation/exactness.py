@@ -1,7 +1,7 @@
 """Is the text with a drafter the text without it? Where not, was it a near tie that rounding may turn either way?
 
-A target fed several tokens at once uses other kernels than one fed a single token. In float32 and float64 that never changes a
-greedy text; in bfloat16 near ties flip, in plain decoding just as well (another batch size is enough).
+A target fed several tokens at once uses other kernels than one fed a single token. In float32 and float64 that never
+changes a greedy text; in bfloat16 near ties flip, in plain decoding just as well (another batch size is enough).
 """
 
 import math
@@ -18,9 +18,9 @@ NEAR_TIE = {torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
 
 @dataclass
 class Divergence:
-    """The first token that differs: its index among the generated ones, plain decoding's choice and ours (None where the text
-    has ended), the target's logits of both there (from one forward over the common text), and their gap, also as a part of the
-    larger one."""
+    """The first token that differs: its index among the generated ones, plain decoding's choice and ours (None where
+    the text has ended), the target's logits of both there (from one forward over the common text), and their gap, also
+    as a part of the larger one."""
 
     index: int
     plain: int | None

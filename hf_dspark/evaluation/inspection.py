@@ -14,8 +14,8 @@ SENSE = 0.2  # share of right first drafts from which on a drafter understands i
 
 
 def describe(drafter) -> dict:
-    """Facts about a drafter, JSON-able: its kind, what it reads and drafts, how it was trained, and for every tensor its
-    shape, bytes and where it came from."""
+    """Facts about a drafter, JSON-able: its kind, what it reads and drafts, how it was trained, and for every tensor
+    its shape, bytes and where it came from."""
     config, sources = drafter.config, getattr(drafter, "sources", {})
     tensors = {}
     for name, tensor in drafter.state_dict().items():
@@ -54,8 +54,9 @@ def describe(drafter) -> dict:
 class Reading:
     """One way of reading the drafter, named after what was `changed`.
 
-    At each of N anchors: `accepted` [N] drafts that agree with the target's greedy text, `chances` [N, K] the probability the
-    drafter gave to the text's tokens (0 where its vocabulary lacks them). `sharpness`: mean probability of its own drafts.
+    At each of N anchors: `accepted` [N] drafts that agree with the target's greedy text, `chances` [N, K] the
+    probability the drafter gave to the text's tokens (0 where its vocabulary lacks them). `sharpness`: mean probability
+    of its own drafts.
     """
 
     name: str
@@ -85,8 +86,8 @@ class Diagnosis:
     """What was found: `verdict` in a word, `advice` in words.
 
     Verdicts: `"fits"`; what has to be read otherwise, `"slots"`, `"layers"`, `"rope"`, `"head"`, `"embedding"` or
-    `"correction"`, joined by `+` if there are several; `"target"`, `"undertrained"` or `"untrained"` where no reading makes
-    sense of the drafter.
+    `"correction"`, joined by `+` if there are several; `"target"`, `"undertrained"` or `"untrained"` where no reading
+    makes sense of the drafter.
     `readings` holds all that was tried, as loaded first; `changes` what differs in the best one.
     """
 
@@ -98,7 +99,8 @@ class Diagnosis:
 
 @dataclass
 class Text:
-    """A prompt with the target's greedy answer, `ids` [T], the tapped layers' outputs [1, T, D], and the `anchors` [N]."""
+    """A prompt with the target's greedy answer, `ids` [T], the tapped layers' outputs [1, T, D], and the `anchors`
+    [N]."""
 
     ids: torch.Tensor
     layers: dict[int, torch.Tensor]
@@ -106,7 +108,9 @@ class Text:
 
 
 @torch.no_grad()
-def greedy_texts(target, prompts: Sequence[Sequence[int]], layer_ids, new_tokens: int, block: int, most: int) -> list[Text]:
+def greedy_texts(
+    target, prompts: Sequence[Sequence[int]], layer_ids, new_tokens: int, block: int, most: int
+) -> list[Text]:
     """The answers longer than a `block`, each with up to `most` anchors spread evenly."""
     texts = []
     for prompt in prompts:
@@ -124,8 +128,8 @@ def greedy_texts(target, prompts: Sequence[Sequence[int]], layer_ids, new_tokens
 
 @torch.no_grad()
 def judge(drafter, text: Text, layer_ids: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of the drafts at the text's anchors: how many are right [N], the probability of the text's own tokens [N, K], and the
-    mean probability of the drafts [N].
+    """Of the drafts at the text's anchors: how many are right [N], the probability of the text's own tokens [N, K], and
+    the mean probability of the drafts [N].
 
     Uses the decoding protocol, each anchor a row of its own: what is seen is what decoding would do.
     """
@@ -139,7 +143,9 @@ def judge(drafter, text: Text, layer_ids: Sequence[int]) -> tuple[torch.Tensor, 
     known, state = drafter.target_ids(), drafter.start(cache, tokens[:, 0], seed, None, K)
     right, chances, best = [], [], []
     for k in range(K):
-        logits, _, state = drafter.step(cache, state, tokens[:, k])  # the true tokens: a wrong draft ends its row anyway
+        logits, _, state = drafter.step(
+            cache, state, tokens[:, k]
+        )  # the true tokens: a wrong draft ends its row anyway
         q, wanted = logits.softmax(-1), tokens[:, k + 1].to(logits.device).contiguous()
         place = torch.searchsorted(known, wanted).clamp(max=len(known) - 1)
         right.append(known[q.argmax(-1)] == wanted)
@@ -152,7 +158,8 @@ def judge(drafter, text: Text, layer_ids: Sequence[int]) -> tuple[torch.Tensor, 
 def variant(drafter, **changes):
     """The drafter read in another way: same weights (shared, not copied), other facts in its config; never save it.
 
-    `head=True` / `embedding=True` take the target's instead of its own, `correction=False` leaves the correction head out.
+    `head=True` / `embedding=True` take the target's instead of its own, `correction=False` leaves the correction head
+    out.
     """
     bound = {id(x): x for x in drafter._bound.values()}
     memo = bound | {id(t): t for t in [*drafter.parameters(), *drafter.buffers()]}
@@ -172,14 +179,19 @@ def variant(drafter, **changes):
 
 
 def diagnose(
-    target, drafter, prompts: Sequence[Sequence[int]], new_tokens: int = 64, anchors: int = 64, record: dict | None = None
+    target,
+    drafter,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int = 64,
+    anchors: int = 64,
+    record: dict | None = None,
 ) -> Diagnosis:
     """Find out whether `drafter`, bound to `target`, is read as it was trained, and if not, what is wrong.
 
     Drafts along the target's greedy answers to a few `prompts` (token ids), as loaded and in other ways: the other slot
-    convention, layer ids one lower or higher, other RoPE bases, the target's head or embedding in place of its own, without
-    the correction head. A drafter predicts the text best as it was trained, so a reading expected to get clearly more drafts
-    right at the same places is the better one.
+    convention, layer ids one lower or higher, other RoPE bases, the target's head or embedding in place of its own,
+    without the correction head. A drafter predicts the text best as it was trained, so a reading expected to get
+    clearly more drafts right at the same places is the better one.
 
     Args:
         new_tokens: length of the answers. anchors: places per answer where drafts are made.
@@ -196,8 +208,8 @@ def diagnose(
     texts = greedy_texts(target, prompts, needed, new_tokens, block, anchors)
     if not texts:
         raise ValueError(
-            f"None of the {len(prompts)} answers is longer than a block of {block}, so no draft can be judged: give prompts "
-            "with longer answers, or allow more tokens."
+            f"None of the {len(prompts)} answers is longer than a block of {block}, so no draft can be judged: give "
+            "prompts with longer answers, or allow more tokens."
         )
     search = _Search(drafter, texts, _target_theta(target))
     search.slots_and_layers(shifts)
@@ -223,7 +235,9 @@ class _Search:
         layer_ids = changed.get("target_layer_ids", config.target_layer_ids)
         other = variant(self.drafter, **{k: v for k, v in changed.items() if k != "target_layer_ids"})
         accepted, chances, best = zip(*[judge(other, text, layer_ids) for text in self.texts], strict=True)
-        return Reading(_name(changed, config), changed, torch.cat(accepted), torch.cat(chances), torch.cat(best).mean().item())
+        return Reading(
+            _name(changed, config), changed, torch.cat(accepted), torch.cat(chances), torch.cat(best).mean().item()
+        )
 
     def slots_and_layers(self, shifts: list[int]) -> None:
         """All combinations of the two, as they may be wrong together."""
@@ -231,7 +245,9 @@ class _Search:
         anchor = getattr(config, "sample_from_anchor", None)
         for flip in [None] if anchor is None or config.block_size < 2 else [None, not anchor]:
             slots = {} if flip is None else {"sample_from_anchor": flip}
-            changes += [slots | ({"target_layer_ids": [i + s for i in config.target_layer_ids]} if s else {}) for s in shifts]
+            changes += [
+                slots | ({"target_layer_ids": [i + s for i in config.target_layer_ids]} if s else {}) for s in shifts
+            ]
         self.keep([c for c in changes if c])
 
     def others(self) -> None:
@@ -264,7 +280,9 @@ class _Search:
             return Diagnosis("fits", advice, self.readings)
         sure = f"No reading helps (mean probability of its drafts {loaded.sharpness:.2f})"
         if untouched(self.drafter):
-            advice = f"{sure}, and all norm weights are exactly 1, as before training: train it, or get the trained file."
+            advice = (
+                f"{sure}, and all norm weights are exactly 1, as before training: train it, or get the trained file."
+            )
             return Diagnosis("untrained", advice, self.readings)
         made_for = record.get("target") or config.target_name
         trained = f"its run record says {record['steps']:,} steps" if record.get("steps") is not None else ""
@@ -276,8 +294,8 @@ class _Search:
             )
             return Diagnosis("undertrained", advice, self.readings)
         advice = (
-            f"{sure}: it was trained for another target{f' ({made_for}, by its record)' if made_for else ''}, or too little"
-            f"{f' ({trained})' if trained else ''}. Load the target it was trained for, or train it longer."
+            f"{sure}: it was trained for another target{f' ({made_for}, by its record)' if made_for else ''}, or too "
+            f"little{f' ({trained})' if trained else ''}. Load the target it was trained for, or train it longer."
         )
         return Diagnosis("target", advice, self.readings)
 
@@ -297,8 +315,8 @@ def expected_drafts(chances: torch.Tensor) -> torch.Tensor:
 
 
 def clearly_better(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether chances `a` [N, K] beat `b` [N, K'] of the same places by more than chance: by 3 standard errors of the expected
-    drafts, and by 0.04 of a draft. Only positions that both have count."""
+    """Whether chances `a` [N, K] beat `b` [N, K'] of the same places by more than chance: by 3 standard errors of the
+    expected drafts, and by 0.04 of a draft. Only positions that both have count."""
     K = min(a.shape[1], b.shape[1])
     gain = expected_drafts(a[:, :K]) - expected_drafts(b[:, :K])
     return len(gain) > 1 and gain.mean().item() > max(0.04, 3 * gain.std().item() / math.sqrt(len(gain)))
@@ -335,5 +353,7 @@ def _advice(changed: dict, config) -> str:
         elif key == "correction":
             said.append("its correction head does harm, as if those weights were another drafter's: get the file again")
         else:
-            said.append(f"pass own_{key}=False to borrow the target's {key}, as its own isn't the one it was trained with")
+            said.append(
+                f"pass own_{key}=False to borrow the target's {key}, as its own isn't the one it was trained with"
+            )
     return "; ".join(said) + "."

@@ -1,7 +1,7 @@
 """Speed under load: many users at once, answered by an engine per way of decoding, all in one interleaved run.
 
-The engines take turns after every answer, and each has a clock that runs only while it does, so whatever else the machine does
-falls on all of them alike.
+The engines take turns after every answer, and each has a clock that runs only while it does, so whatever else the
+machine does falls on all of them alike.
 """
 
 import random
@@ -27,8 +27,8 @@ class Nothing(CopyDrafter):
 
 @dataclass(frozen=True)
 class Load:
-    """Users at once. `concurrency`: each asks again when answered (closed loop). `arrival`: requests per second, at random
-    (Poisson), of which at most `concurrency` are at work."""
+    """Users at once. `concurrency`: each asks again when answered (closed loop). `arrival`: requests per second, at
+    random (Poisson), of which at most `concurrency` are at work."""
 
     concurrency: int
     arrival: float | None = None
@@ -42,8 +42,8 @@ def ways(drafter, settings: dict[str, dict] | None = None) -> dict[str, tuple]:
     """Ways of decoding by name: {name: (drafter, knobs)}, "plain" first.
 
     Args:
-        settings: {name: knobs that differ from the drafter's stored ones}. By default a fixed length, "auto", and looped drafting
-            where the drafter has blocks.
+        settings: {name: knobs that differ from the drafter's stored ones}. By default a fixed length, "auto", and
+            looped drafting where the drafter has blocks.
     """
     if settings is None:
         fixed = dict(scheduler=None, loop_gate=None, tree=None, copy=None)
@@ -51,7 +51,9 @@ def ways(drafter, settings: dict[str, dict] | None = None) -> dict[str, tuple]:
         if drafter.config.fixed_block:
             settings["looped"] = fixed | dict(scheduler="auto", loop_gate="auto")
     nothing = Nothing()
-    return {"plain": (nothing, nothing.speculation)} | {name: (drafter, replace(drafter.speculation, **knobs)) for name, knobs in settings.items()}
+    return {"plain": (nothing, nothing.speculation)} | {
+        name: (drafter, replace(drafter.speculation, **knobs)) for name, knobs in settings.items()
+    }
 
 
 class Running:
@@ -165,7 +167,9 @@ def run_loads(
         servers = {}
         for name, (drafter, knobs) in methods.items():
             engine = SpeculativeEngine(target, drafter, knobs, max_rows=load.concurrency)
-            engine.generate([EngineRequest(input_ids=list(p), options={**options, "max_new_tokens": 8}) for p in prompts[:2]])
+            engine.generate(
+                [EngineRequest(input_ids=list(p), options={**options, "max_new_tokens": 8}) for p in prompts[:2]]
+            )
             servers[name] = Server(engine, prompts, load, options, seed)
         waiting, rng = list(servers), random.Random(seed)
         while waiting:
@@ -184,9 +188,10 @@ def summary(method: str, server: Server) -> dict:
     """What a way of decoding did under a load.
 
     Returns:
-        dict: `load`, `concurrency`, `arrival`, `method`, `answers`, `failed`; `tokens_per_second` of all users together, on the
-        engine's clock; `user_tokens_per_second`, the median over answers of decode tokens over decode seconds (prefill left
-        out); `wait_seconds` {"median", "p95"} to the first token; `tau`; `verified`, drafts verified per row and round.
+        dict: `load`, `concurrency`, `arrival`, `method`, `answers`, `failed`; `tokens_per_second` of all users
+        together, on the engine's clock; `user_tokens_per_second`, the median over answers of decode tokens over decode
+        seconds (prefill left out); `wait_seconds` {"median", "p95"} to the first token; `tau`; `verified`, drafts
+        verified per row and round.
     """
     fine = [a for a in server.answers if a.error is None]
     speeds = [a.decode_tokens / a.decode_seconds for a in fine if a.decode_tokens]

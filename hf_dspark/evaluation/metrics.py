@@ -1,7 +1,7 @@
 """What every number we report means, each with a worked example.
 
-A response is a list of rounds; the prefill is no round. "Pooled" counts all rounds of all responses alike, "macro" first
-averages within each response. Papers differ in exactly these choices, so both are always reported.
+A response is a list of rounds; the prefill is no round. "Pooled" counts all rounds of all responses alike, "macro"
+first averages within each response. Papers differ in exactly these choices, so both are always reported.
 """
 
 import math
@@ -19,9 +19,10 @@ from hf_dspark.scheduling import auroc
 class Round(NamedTuple):
     """One round of one row.
 
-    `verified` drafts the target looked at, `accepted` of them kept, `emitted` tokens (bonus included), `stages` drafting
-    stages, `source` of its drafts, `reach` the most it could accept where that isn't all that was verified (a tree's
-    depth). A round cut by a stop token or the budget has no bonus and counts as verified only what came before the cut.
+    `verified` drafts the target looked at, `accepted` of them kept, `emitted` tokens (bonus included), `stages`
+    drafting stages, `source` of its drafts, `reach` the most it could accept where that isn't all that was verified (a
+    tree's depth). A round cut by a stop token or the budget has no bonus and counts as verified only what came before
+    the cut.
     """
 
     verified: int
@@ -39,7 +40,14 @@ class Round(NamedTuple):
 def responses_of(stats) -> list[list[Round]]:
     """The rounds of a [`SpeculationStats`], one list per output row."""
     sources = stats.sources or [["drafter"] * len(row) for row in stats.draft_lengths]
-    columns = stats.draft_lengths, stats.accepted_lengths, stats.acceptance_lengths, stats.draft_stages, sources, stats.reach
+    columns = (
+        stats.draft_lengths,
+        stats.accepted_lengths,
+        stats.acceptance_lengths,
+        stats.draft_stages,
+        sources,
+        stats.reach,
+    )
     rows = [[Round(*r) for r in zip(*row, strict=True)] for row in zip(*columns, strict=True)]
     return [[r._replace(reach=None) if r.reach == r.verified else r for r in row] for row in rows]
 
@@ -196,8 +204,8 @@ def verifications_saved(rounds: Sequence[Round], plain: Sequence[Round]) -> floa
 def gate_quality(scores: Sequence[float], full: Sequence[bool], passed: Sequence[bool]) -> dict[str, float]:
     """How well a gate's score tells blocks that are accepted whole from others.
 
-    `auroc`: chance that a whole block scores higher than another; `precision`: share of whole blocks among those that passed;
-    `passed`: share that passed. DLoop, arXiv 2610.07659.
+    `auroc`: chance that a whole block scores higher than another; `precision`: share of whole blocks among those that
+    passed; `passed`: share that passed. DLoop, arXiv 2610.07659.
 
     >>> gate_quality([-0.1, -0.2, -0.9, -3.0], [True, False, True, False], [True, True, False, False])
     {'auroc': 0.75, 'precision': 0.5, 'passed': 0.5}
@@ -229,8 +237,8 @@ def speedup(baseline: Sequence[float], method: Sequence[float], samples: int = 2
 
 
 def summary(responses: Sequence[list[Round]], block: int | None = None) -> dict:
-    """Everything above that needs only rounds, by name; `block` (drafts of a whole stage) adds the full acceptance. What tells of
-    single drafts leaves copies out."""
+    """Everything above that needs only rounds, by name; `block` (drafts of a whole stage) adds the full acceptance.
+    What tells of single drafts leaves copies out."""
     rounds = pooled(responses)
     out = {
         "rounds": len(rounds),

@@ -34,7 +34,12 @@ def tau_by_set(results: list[dict]):
     width = 0.8 / len(labels)
     for i, label in enumerate(labels):
         taus = {r["set"]: r["tau"] for r in results if _label(r) == label}
-        axes.bar([x + (i + 0.5) * width - 0.4 for x in range(len(sets))], [taus.get(s) or 0 for s in sets], width, label=label)
+        axes.bar(
+            [x + (i + 0.5) * width - 0.4 for x in range(len(sets))],
+            [taus.get(s) or 0 for s in sets],
+            width,
+            label=label,
+        )
     axes.set(ylabel="tau (tokens per round)", xticks=range(len(sets)), xticklabels=sets)
     figure.legend(loc="outside upper center", ncols=2, fontsize="small")
     return figure
@@ -93,8 +98,8 @@ def reliability(before: dict | None, after: dict | None = None):
 
 
 def threshold_sweep(results: list[dict]):
-    """Drafts accepted and rejected a round, and the acceptance rate, if verification stopped at a confidence threshold (DSpark,
-    figure 5)."""
+    """Drafts accepted and rejected a round, and the acceptance rate, if verification stopped at a confidence threshold
+    (DSpark, figure 5)."""
     figure, axes = _figure()
     rate = axes.twinx()
     for i, r in enumerate(_swept(results)):
@@ -102,7 +107,9 @@ def threshold_sweep(results: list[dict]):
         thresholds = [p["threshold"] for p in sweep]
         axes.plot(thresholds, [p["accepted"] for p in sweep], color=f"C{i}", label=f"{_label(r)}: accepted")
         axes.plot(thresholds, [p["rejected"] for p in sweep], color=f"C{i}", linestyle=":", label="rejected")
-        rate.plot(thresholds, [p["rate"] for p in sweep], color=f"C{i}", linestyle="--", label="acceptance rate (right)")
+        rate.plot(
+            thresholds, [p["rate"] for p in sweep], color=f"C{i}", linestyle="--", label="acceptance rate (right)"
+        )
     axes.set(xlabel="confidence threshold", ylabel="drafts per round")
     rate.set(ylabel="acceptance rate", ylim=(0, 1))
     figure.legend(loc="outside upper center", ncols=2, fontsize="x-small")
@@ -127,7 +134,8 @@ def batch_sizes(rows: list[dict]):
 
 
 def load_frontier(rows: list[dict]):
-    """Tokens per second of all users against those of one, a line per method and a point per load; from `load.run_loads`."""
+    """Tokens per second of all users against those of one, a line per method and a point per load; from
+    `load.run_loads`."""
     figure, axes = _figure()
     for name in dict.fromkeys(r["method"] for r in rows):
         mine = [r for r in rows if r["method"] == name]

@@ -65,11 +65,12 @@ def profile_pair(
     warmup: int = 2,
     progress: Callable[[int, int], None] | None = None,
 ) -> CostTable:
-    """Median seconds of a target forward, through the cache and masks of decoding, and of a drafting stage with its overhead.
+    """Median seconds of a target forward, through the cache and masks of decoding, and of a drafting stage with its
+    overhead.
 
     Args:
-        rows, widths, contexts: batch sizes, tokens per row, and tokens in the cache to measure at. repeats, warmup: timed and
-            untimed calls per point. progress: called with (points done, points in all).
+        rows, widths, contexts: batch sizes, tokens per row, and tokens in the cache to measure at. repeats, warmup:
+            timed and untimed calls per point. progress: called with (points done, points in all).
     """
     benches: dict[tuple[int, int], _Bench] = {}
     points: list[tuple] = []
@@ -96,8 +97,11 @@ def profile_pair(
         )  # fmt: skip
 
 
-def cached_profile(target, drafter, path: str | Path | None = None, again: bool = False, **options) -> tuple[CostTable, Path]:
-    """The table of this machine, pair, dtype and thread count, measured if it isn't there (or `again`), and where it lies.
+def cached_profile(
+    target, drafter, path: str | Path | None = None, again: bool = False, **options
+) -> tuple[CostTable, Path]:
+    """The table of this machine, pair, dtype and thread count, measured if it isn't there (or `again`), and where it
+    lies.
 
     The default path is where `scheduler="auto"` and `loop_gate="auto"` look for it.
     """

@@ -1,4 +1,5 @@
-"""Prompts from jsonl files, rendered as the target expects them, and results written line by line so that a run can go on."""
+"""Prompts from jsonl files, rendered as the target expects them, and results written line by line so that a run can go
+on."""
 
 import json
 import os
@@ -9,7 +10,8 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Prompt:
-    """User messages of one conversation, in order; most have one. `source` names the set, `index` its place in the file."""
+    """User messages of one conversation, in order; most have one. `source` names the set, `index` its place in the
+    file."""
 
     turns: tuple[str, ...]
     source: str
@@ -17,7 +19,8 @@ class Prompt:
 
 
 def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
-    """Prompts of a jsonl file with `turns` (a list of user messages), `messages` (chat format) or `prompt` (a string) a line.
+    """Prompts of a jsonl file with `turns` (a list of user messages), `messages` (chat format) or `prompt` (a string) a
+    line.
 
     Args:
         limit: keep the first so many.
@@ -41,17 +44,20 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
             turns = turns or [record["prompt"]]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
-                f"{path}, line {number} can't be read as a prompt ({error!r}): give one JSON object a line, with `turns` "
-                "(a list of strings), `messages` (role and content) or `prompt` (a string)."
+                f"{path}, line {number} can't be read as a prompt ({error!r}): give one JSON object a line, with "
+                "`turns` (a list of strings), `messages` (role and content) or `prompt` (a string)."
             ) from None
         prompts.append(Prompt(tuple(map(str, turns)), str(record.get("source", path.stem)), len(prompts)))
     if not prompts:
-        raise ValueError(f"{path} holds no prompt: give one JSON object a line, such as {json.dumps({'prompt': 'Who am I?'})}.")
+        raise ValueError(
+            f"{path} holds no prompt: give one JSON object a line, such as {json.dumps({'prompt': 'Who am I?'})}."
+        )
     return prompts
 
 
 def render(tokenizer, messages: list[dict] | str, chat: bool = True, thinking: bool | None = None) -> list[int]:
-    """Token ids of `messages`, ready to be answered; a string is one user message, or with `chat=False` the text itself.
+    """Token ids of `messages`, ready to be answered; a string is one user message, or with `chat=False` the text
+    itself.
 
     `thinking` is passed to the template as `enable_thinking`; None leaves the template's default.
 
@@ -65,20 +71,22 @@ def render(tokenizer, messages: list[dict] | str, chat: bool = True, thinking: b
         return ids
     if tokenizer.chat_template is None:
         raise ValueError(
-            f"The tokenizer of {tokenizer.name_or_path or 'this target'} has no chat template, so messages can't be rendered: "
-            "turn chat off (--no-chat) and give the text as the model should read it."
+            f"The tokenizer of {tokenizer.name_or_path or 'this target'} has no chat template, so messages can't be "
+            "rendered: turn chat off (--no-chat) and give the text as the model should read it."
         )
     messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
     options = {} if thinking is None else {"enable_thinking": thinking}
-    out = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True, **options)
+    out = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=True, return_dict=True, **options
+    )
     return list(out["input_ids"])
 
 
 class JsonLines:
     """A jsonl file that grows by whole lines; what an interrupted run left half written is cut off.
 
-    `done` are the records already there. With `header`, the first line must equal it, so that results of other settings are
-    never continued.
+    `done` are the records already there. With `header`, the first line must equal it, so that results of other settings
+    are never continued.
     """
 
     def __init__(self, path: str | Path, header: dict | None = None):
@@ -89,8 +97,8 @@ class JsonLines:
             header = json.loads(json.dumps(header, ensure_ascii=False))
             if lines and lines[0] != header:
                 raise ValueError(
-                    f"{self.path} holds results of other settings than this run's, and mixing them would mean nothing: delete "
-                    "it, run with the settings it names in its first line, or choose another output."
+                    f"{self.path} holds results of other settings than this run's, and mixing them would mean nothing: "
+                    "delete it, run with the settings it names in its first line, or choose another output."
                 )
             if not lines:
                 self.append(header)
@@ -120,7 +128,8 @@ class JsonLines:
             return json.loads(line)
         except ValueError as error:
             raise ValueError(
-                f"{self.path}, line {number} is no JSON ({error}), so no earlier run wrote this file: choose another output."
+                f"{self.path}, line {number} is no JSON ({error}), so no earlier run wrote this file: choose another "
+                "output."
             ) from None
 
     def append(self, record: dict) -> dict:

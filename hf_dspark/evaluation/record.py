@@ -21,9 +21,9 @@ THRESHOLDS = tuple(i / 20 for i in range(20))
 class RoundLog:
     """One row's round.
 
-    `drafted` drafts verified and `accepted` of them, before the commit cut anything off; `emitted` tokens that became output;
-    `log_q` and `confidence` [drafted]: temperature-1 log-probabilities and raw confidence logits (None without a head);
-    `features` [drafted][5] of `scheduling.headless` if recorded; `source` of the drafts. Seconds are
+    `drafted` drafts verified and `accepted` of them, before the commit cut anything off; `emitted` tokens that became
+    output; `log_q` and `confidence` [drafted]: temperature-1 log-probabilities and raw confidence logits (None without
+    a head); `features` [drafted][5] of `scheduling.headless` if recorded; `source` of the drafts. Seconds are
     those of all `rows` rows together, `fed` is what the target read of each.
     """
 
@@ -114,8 +114,8 @@ def record(drafter, features: bool = False, policy=None) -> Iterator[Recorder]:
     `with record(drafter) as recorder: target.generate(..., assistant_model=drafter)`, then read `recorder.rounds`.
 
     Args:
-        drafter: whatever is given to `generate`. features: also keep what an acceptance estimate without a confidence head may
-            look at; single-stage rounds only. policy: decides in place of the drafter's own.
+        drafter: whatever is given to `generate`. features: also keep what an acceptance estimate without a confidence
+            head may look at; single-stage rounds only. policy: decides in place of the drafter's own.
     """
     config = drafter.config
     recorder = Recorder(config.confidence_temperatures if config.confidence_head else None)
@@ -142,7 +142,8 @@ def drafters(rounds: list[RoundLog]) -> list[RoundLog]:
 
 
 class ConfidenceData(NamedTuple):
-    """Confidence logits [J, K], labels [J, K] (1 iff drafts 1..k were all accepted), and where a draft was verified at all."""
+    """Confidence logits [J, K], labels [J, K] (1 iff drafts 1..k were all accepted), and where a draft was verified at
+    all."""
 
     logits: torch.Tensor
     labels: torch.Tensor
@@ -151,8 +152,8 @@ class ConfidenceData(NamedTuple):
 
 
 def confidence_data(rounds: list[RoundLog]) -> ConfidenceData:
-    """First stages of unpruned `rounds` as arrays for `scheduling.calibration`. Positions behind a drafted stop token were
-    never drafted, so they aren't valid. Without a confidence head the logits are zeros."""
+    """First stages of unpruned `rounds` as arrays for `scheduling.calibration`. Positions behind a drafted stop token
+    were never drafted, so they aren't valid. Without a confidence head the logits are zeros."""
     width, rounds = max(r.block for r in rounds), [r for r in drafters(rounds) if r.drafted]
     shape = len(rounds), width
     logits, labels = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
@@ -169,8 +170,8 @@ def confidence_data(rounds: list[RoundLog]) -> ConfidenceData:
 
 
 class GateData(NamedTuple):
-    """Of the whole blocks of one stage that were verified behind an accepted prefix: their summed log-probabilities, which were
-    accepted whole, and behind which another stage was drafted."""
+    """Of the whole blocks of one stage that were verified behind an accepted prefix: their summed log-probabilities,
+    which were accepted whole, and behind which another stage was drafted."""
 
     scores: list[float]
     full: list[bool]
@@ -192,8 +193,8 @@ def gate_data(rounds: list[RoundLog]) -> dict[int, GateData]:
 
 
 def threshold_sweep(rounds: list[RoundLog]) -> list[tuple[float, int, int]]:
-    """(threshold, drafts verified, drafts accepted) had every round's verification stopped before the first draft whose raw
-    confidence is below the threshold; empty without a confidence head."""
+    """(threshold, drafts verified, drafts accepted) had every round's verification stopped before the first draft whose
+    raw confidence is below the threshold; empty without a confidence head."""
     rounds = drafters(rounds)
     if not rounds or any(r.drafted and r.confidence is None for r in rounds):
         return []

@@ -1,9 +1,9 @@
 """What a policy would cost on logged rounds: a quick judge for schedulers, gates and draft lengths.
 
-Rounds are logged once with everything drafted and verified. A policy then says, round by round, how many stages it would have
-drafted and how many drafts it would have verified; drafts it left out are unknown to it, those it kept are accepted as they
-were. The rounds stand for the states decoding passes through, so what counts is seconds per token, not the total: a policy
-that emits less would pass through more of them.
+Rounds are logged once with everything drafted and verified. A policy then says, round by round, how many stages it
+would have drafted and how many drafts it would have verified; drafts it left out are unknown to it, those it kept are
+accepted as they were. The rounds stand for the states decoding passes through, so what counts is seconds per token, not
+the total: a policy that emits less would pass through more of them.
 """
 
 import math
@@ -25,7 +25,8 @@ Policy = Callable[[RoundLog], tuple[int, int]]
 
 @dataclass(frozen=True)
 class Costs:
-    """Median seconds of a round's parts: `verify(tokens)` the target over so many tokens of one row, `draft` one stage."""
+    """Median seconds of a round's parts: `verify(tokens)` the target over so many tokens of one row, `draft` one
+    stage."""
 
     draft: float
     verify: Callable[[float], float]
@@ -33,8 +34,8 @@ class Costs:
 
     @classmethod
     def measured(cls, rounds: Iterable[RoundLog]) -> "Costs":
-        """From the logged rounds themselves. Log some of every length (e.g. with several `num_draft_tokens`): between the
-        lengths seen the verification time is interpolated."""
+        """From the logged rounds themselves. Log some of every length (e.g. with several `num_draft_tokens`): between
+        the lengths seen the verification time is interpolated."""
         verify, draft, overhead = defaultdict(list), [], []
         for r in rounds:
             verify[r.fed].append(r.verify_seconds / r.rows)
@@ -183,8 +184,8 @@ def gate(threshold: float) -> Policy:
 
 
 def oracle_gate(r: RoundLog) -> tuple[int, int]:
-    """Go on exactly while the latest block will be accepted whole (DLoop's upper bound): the first block with a mismatch is
-    still verified."""
+    """Go on exactly while the latest block will be accepted whole (DLoop's upper bound): the first block with a
+    mismatch is still verified."""
     stages = 1
     while stages < r.stages and r.accepted >= stages * r.block:
         stages += 1

@@ -10,7 +10,8 @@ from transformers.generation.streamers import BaseStreamer
 class Clock(BaseStreamer):
     """Give it to `generate(streamer=...)` (one row) and read it afterwards.
 
-    `decode_seconds` and `decode_tokens` leave out the prefill and the tokens that came with it, as the papers' timers do.
+    `decode_seconds` and `decode_tokens` leave out the prefill and the tokens that came with it, as the papers' timers
+    do.
     Example: 1 token after 0.5 s, then 9 more within 0.9 s: prefill 0.5 s, 0.1 s per token.
     """
 
@@ -58,7 +59,8 @@ class Clock(BaseStreamer):
 class Busy:
     """How much of the CPU this process got while it wanted all of it; times taken on a busy machine mean little.
 
-    `with Busy() as busy: ...`, then `busy.share`: processor time over wall time and threads. It says nothing about GPUs.
+    `with Busy() as busy: ...`, then `busy.share`: processor time over wall time and threads. It says nothing about
+    GPUs.
     """
 
     def __enter__(self) -> "Busy":
@@ -74,6 +76,6 @@ class Busy:
         if device.type != "cpu" or self.share > 0.6:
             return []
         return [
-            f"This process got {self.share:.0%} of the processor time it could have used: something else is running, and the "
-            "times above are too long and uneven. Measure again on a quiet machine."
+            f"This process got {self.share:.0%} of the processor time it could have used: something else is running, "
+            "and the times above are too long and uneven. Measure again on a quiet machine."
         ]

@@ -20,8 +20,8 @@ def import_assistant(checkpoint: Checkpoint, target=None, overrides=None, dtype=
     """
     if target is None:
         raise ValueError(
-            f"{checkpoint.name} is an assistant that reads keys and values of its target, whose config says which, and no "
-            "target was given: pass target=...."
+            f"{checkpoint.name} is an assistant that reads keys and values of its target, whose config says which, and "
+            "no target was given: pass target=...."
         )
     text = target.config.get_text_config()
     facts = {"key_value_layers": sharing_layers(text, checkpoint.name), "num_target_layers": text.num_hidden_layers}

@@ -17,7 +17,11 @@ def deepspec(source):
         "target_layer_ids": config.target_layer_ids,
         "num_target_layers": source.num_target_layers(),
         "num_anchors": 512,  # read by the training constructor only
-    }, {"embed_tokens.weight": source.embedding(), "lm_head.weight": source.head(), **source.weights(_names("deepspec"))}
+    }, {
+        "embed_tokens.weight": source.embedding(),
+        "lm_head.weight": source.head(),
+        **source.weights(_names("deepspec")),
+    }
 
 
 def speculators(source):
@@ -46,7 +50,9 @@ def speculators(source):
         "sliding_window_non_causal": "sliding_attention" in config.layer_types and not config.causal_block,
     }
     if kind == "dspark":
-        facts |= _heads(config) | {"confidence_head_with_markov": config.confidence_head and config.confidence_with_markov}
+        facts |= _heads(config) | {
+            "confidence_head_with_markov": config.confidence_head and config.confidence_with_markov
+        }
     tensors = source.weights(_names("speculators")) | source.vocabulary()
     if config.own_embedding:
         tensors["embed_tokens.weight"] = source.embedding()
@@ -78,7 +84,14 @@ def sglang(source):
         "num_target_layers": source.num_target_layers(),
         "sample_from_anchor": True,
     }
-    shared = ("block_size", "mask_token_id", "target_layer_ids", "num_target_layers", "sample_from_anchor", *_heads(config))
+    shared = (
+        "block_size",
+        "mask_token_id",
+        "target_layer_ids",
+        "num_target_layers",
+        "sample_from_anchor",
+        *_heads(config),
+    )
     nested = {key: facts[key] for key in shared}
     return facts | {"dflash_config": nested, "dspark_config": nested}, source.weights(_names("sglang"))
 
@@ -190,7 +203,9 @@ def _refuse_reduced(source):
 
 
 def _refuse_embedding_tap(source):
-    source.refuse_if(-1 in source.config.target_layer_ids, "target_layer_ids with -1", "the engines can't tap the embedding")
+    source.refuse_if(
+        -1 in source.config.target_layer_ids, "target_layer_ids with -1", "the engines can't tap the embedding"
+    )
 
 
 def _refuse_anchor_window(source):
@@ -203,7 +218,9 @@ def _refuse_for_flat_dspark(source):
     config = source.config
     _refuse_body(source)
     _refuse_reduced(source)
-    source.refuse_if(config.correction_head == "domino", "a Domino head", "DSpark has no such head", 'export to "sglang"')
+    source.refuse_if(
+        config.correction_head == "domino", "a Domino head", "DSpark has no such head", 'export to "sglang"'
+    )
     bonus, sliding = not config.sample_from_anchor, "sliding_attention" in config.layer_types
     source.refuse_if(bonus, "sample_from_anchor=False", "its class always samples from the anchor", SPECULATORS)
     source.refuse_if(sliding, "sliding layers", "its class has full attention only", SPECULATORS)

@@ -79,7 +79,9 @@ def kept(card: str, weights: str) -> str:
         return measured([])
     mark = re.search(WEIGHTS.format(r"(\w+)"), card)
     if mark and mark[1] != weights:
-        return "## Measured\n\nNothing since the weights were changed: run `hf-dspark eval`, then `hf-dspark card --eval`."
+        return (
+            "## Measured\n\nNothing since the weights were changed: run `hf-dspark eval`, then `hf-dspark card --eval`."
+        )
     return found[0].strip()
 
 
@@ -222,20 +224,28 @@ def _table(result):
             cells = [found.get((source, method, t), {}) for t in temperatures]
             if any(cells):
                 row = [source, method]
-                row += [text for cell in cells for text in (_number(cell.get("tau")), _speed(cell.get("speedup_over_plain")))]
+                row += [
+                    text
+                    for cell in cells
+                    for text in (_number(cell.get("tau")), _speed(cell.get("speedup_over_plain")))
+                ]
                 rows.append(row)
     header = ["prompts", "method"] + [text for t in temperatures for text in (f"tau, T={t:g}", f"x plain, T={t:g}")]
     lines = [header, ["---", "---", *["---:"] * (len(header) - 2)], *rows]
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     sets = ", ".join(f"{count} of {name}" for name, count in (plan.get("prompts") or {}).get("sets", {}).items())
     versions = ", ".join(f"{name} {v}" for name, v in (environment.get("versions") or {}).items() if v)
-    where = f"{environment.get('cpu') or environment.get('machine') or UNKNOWN}, {environment.get('threads', '?')} threads"
+    where = (
+        f"{environment.get('cpu') or environment.get('machine') or UNKNOWN}, {environment.get('threads', '?')} threads"
+    )
     if str(environment.get("device", "")).startswith("cuda"):
         where = environment.get("machine", UNKNOWN)
     thinking = {None: "the template's default", True: "on", False: "off"}[plan.get("thinking")]
     note = f"Measured {result.get('date', '')} on {where}, {environment.get('dtype', '?')}; prompts: {sets or UNKNOWN}, up to "
     note += f"{plan.get('max_new_tokens', '?')} new tokens, batch 1, thinking {thinking}; {versions}."
-    meaning = "tau: tokens per target forward, bonus token included. x plain: wall-clock ratio to plain decoding of the same "
+    meaning = (
+        "tau: tokens per target forward, bonus token included. x plain: wall-clock ratio to plain decoding of the same "
+    )
     meaning += "prompts, prefill left out, with its 95 % interval. own: this drafter in hf_dspark's loop; stock: in "
     meaning += "transformers' loop; lookup: transformers' prompt lookup, without a drafter. In brackets: the knobs set."
     return f"{table}\n\n{meaning}\n\n{note}"
@@ -261,7 +271,9 @@ def made(record: dict, facts: dict) -> str:
         "Borrowed from the target": " and ".join(facts["borrows"]) or "nothing",
         "Drafted vocabulary": f"{_count(drafted)} of {_count(whole)} tokens",
         "Correction head": correction,
-        "Confidence head": f"yes, {'calibrated' if facts['calibrated'] else 'not calibrated'}" if facts["confidence"] else "no",
+        "Confidence head": f"yes, {'calibrated' if facts['calibrated'] else 'not calibrated'}"
+        if facts["confidence"]
+        else "no",
         "Thinking": facts["thinking"],
         "Chat template": f"hash {facts['template']}" if facts["template"] else UNKNOWN,
     }
@@ -283,7 +295,9 @@ def limits(record: dict, facts: dict) -> str:
     ]
     if facts["thinking"] != UNKNOWN:
         other = "off" if facts["thinking"] == "on" else "on"
-        lines.append(f"Prompts with thinking {other} are accepted less: it was trained with thinking {facts['thinking']}.")
+        lines.append(
+            f"Prompts with thinking {other} are accepted less: it was trained with thinking {facts['thinking']}."
+        )
     if facts["trained_length"]:
         lines.append(f"Past {facts['trained_length']} tokens it drafts outside what it was trained on.")
     lines += record.get("limits", [])

@@ -45,7 +45,9 @@ def speculators(source):
 def sglang(source):
     """SGLang's `EAGLE3` with a Llama body of one layer. The embedding is the target's."""
     config = source.config
-    source.refuse_if(config.qk_norm, "a Qwen3 body (qk_norm=True)", "SGLang's class has no query and key norms", SPECULATORS)
+    source.refuse_if(
+        config.qk_norm, "a Qwen3 body (qk_norm=True)", "SGLang's class has no query and key norms", SPECULATORS
+    )
     layers = config.num_hidden_layers
     source.refuse_if(layers != 1, f"{layers} layers", "SGLang's class has one", SPECULATORS)
     source.refuse_if(-1 in config.target_layer_ids, "target_layer_ids with -1", "SGLang can't tap the embedding")

@@ -42,7 +42,9 @@ class Checkpoint:
 
         def fetch(filename, required=False):
             started = time.time()
-            path = cached_file(name, filename, subfolder=subfolder, _raise_exceptions_for_missing_entries=required, **hub)
+            path = cached_file(
+                name, filename, subfolder=subfolder, _raise_exceptions_for_missing_entries=required, **hub
+            )
             if path is not None and not Path(name).is_dir():
                 check_download(path, started)
             return path
@@ -52,7 +54,8 @@ class Checkpoint:
 
     @cached_property
     def _index(self) -> tuple[str, "dict[str, str] | _File"]:
-        """The file that lists the tensors: of safetensors before pickles, the only one, or the map from names to shards."""
+        """The file that lists the tensors: of safetensors before pickles, the only one, or the map from names to
+        shards."""
         for filename in WEIGHTS:
             path = self.fetch(filename)
             if path is not None and filename.endswith(".json"):

@@ -21,10 +21,10 @@ def export(drafter, folder, to: str, target=None, dtype=None, allow_unservable: 
     Args:
         drafter ([`DSparkDrafter`], [`Eagle3Drafter`] or [`MTPDrafter`]).
         folder (`str` or `PathLike`): where to.
-        to (`str`): `"speculators"` (vLLM), `"deepspec"` (DeepSpec; vLLM with `method: dspark`), `"sglang"` (SGLang) or `"zlab"`
-            (plain DFlash: vLLM, SGLang, z-lab's own code).
-        target (`PreTrainedModel`, *optional*): gives embedding, head, name and number of layers where the layout asks for
-            them and the drafter has none of its own. Defaults to the one the drafter is bound to.
+        to (`str`): `"speculators"` (vLLM), `"deepspec"` (DeepSpec; vLLM with `method: dspark`), `"sglang"` (SGLang) or
+            `"zlab"` (plain DFlash: vLLM, SGLang, z-lab's own code).
+        target (`PreTrainedModel`, *optional*): gives embedding, head, name and number of layers where the layout asks
+            for them and the drafter has none of its own. Defaults to the one the drafter is bound to.
         dtype (`torch.dtype`, *optional*): of the weights. Defaults to the drafter's; servers want bfloat16.
         allow_unservable (`bool`): write a speculators file although vLLM has no runtime for the correction head.
 
@@ -82,8 +82,12 @@ class Source:
         gemma4, cap = getattr(config, "body", "llama") == "gemma4", config.final_logit_softcapping
         scale = config.hidden_size**0.5 if gemma4 and config.own_embedding else 1.0
         self.refuse_if(config.embed_scale != scale, f"embed_scale={config.embed_scale}", "no layout has that key")
-        self.refuse_if(gemma4 and self.to != "deepspec", "a Gemma 4 body", "only DeepSpec has one", 'export to "deepspec"')
-        self.refuse_if(cap is not None and not gemma4, f"final_logit_softcapping={cap}", "no layout has that key for this body")
+        self.refuse_if(
+            gemma4 and self.to != "deepspec", "a Gemma 4 body", "only DeepSpec has one", 'export to "deepspec"'
+        )
+        self.refuse_if(
+            cap is not None and not gemma4, f"final_logit_softcapping={cap}", "no layout has that key for this body"
+        )
         self.refuse_if(
             config.attention_bias != config.attention_output_bias,
             f"attention_bias={config.attention_bias} with attention_output_bias={config.attention_output_bias}",
@@ -92,13 +96,15 @@ class Source:
 
     def refuse_if(self, condition, given, why, instead="keep the drafter in our own format (save_pretrained)"):
         if condition:
-            raise ValueError(f"The drafter has {given}, which can't be exported to {self.to!r}: {why}. Instead, {instead}.")
+            raise ValueError(
+                f"The drafter has {given}, which can't be exported to {self.to!r}: {why}. Instead, {instead}."
+            )
 
     def _need_target(self, what):
         if self.target is None:
             raise ValueError(
-                f"A {self.to!r} checkpoint needs {what}, and this drafter borrows it from its target: pass target=..., or bind "
-                "the drafter first."
+                f"A {self.to!r} checkpoint needs {what}, and this drafter borrows it from its target: pass target=..., "
+                "or bind the drafter first."
             )
         return self.target
 
@@ -106,8 +112,8 @@ class Source:
         weight = getattr(module, "weight", None)
         if weight is None or not weight.is_floating_point() or weight.device.type == "meta":
             raise ValueError(
-                f"The target's {what} is quantised, wrapped or offloaded, and its plain weights are needed: load the target in "
-                "its full precision on one device for the export."
+                f"The target's {what} is quantised, wrapped or offloaded, and its plain weights are needed: load the "
+                "target in its full precision on one device for the export."
             )
         return weight
 

@@ -105,8 +105,8 @@ def stated_gemma4(body: dict) -> dict[str, Fact]:
     for key in ("enable_moe_block", "hidden_size_per_layer_input"):
         if body.get(key):
             raise ValueError(
-                f"config.json says {key}={body[key]}, and drafters with a Gemma 4 body have neither experts nor embeddings per "
-                "layer: get a drafter made for a dense target."
+                f"config.json says {key}={body[key]}, and drafters with a Gemma 4 body have neither experts nor "
+                "embeddings per layer: get a drafter made for a dense target."
             )
     facts = {"body": ("gemma4", "model_type"), "qk_norm": (True, "model_type='gemma4', hence qk_norm")}
     names = {

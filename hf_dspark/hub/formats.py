@@ -6,8 +6,9 @@ from .facts import is_gemma4
 
 GEMMA4 = r"^Gemma4(Unified)?(DSpark|Eagle3)Model$"
 SUPPORTED = (
-    "DeepSpec (DSpark, DFlash, Eagle3 with a Qwen3 or Gemma 4 body), z-lab DFlash, speculators dspark/dflash/eagle3/mtp, "
-    "SpecForge dspark/dflash/domino/eagle3, SafeAILab EAGLE-3, the Muse-Glimmer and Gemma 4 assistants, and our own"
+    "DeepSpec (DSpark, DFlash, Eagle3 with a Qwen3 or Gemma 4 body), z-lab DFlash, speculators "
+    "dspark/dflash/eagle3/mtp, SpecForge dspark/dflash/domino/eagle3, SafeAILab EAGLE-3, the Muse-Glimmer and Gemma 4 "
+    "assistants, and our own"
 )
 SERVERS = "serve it with the engine it was published for (vLLM or SGLang), or train a drafter with hf-dspark"
 
@@ -98,7 +99,9 @@ def refuse_unsupported(name: str, config: dict, arch: str, tensors: list[str]) -
             refuse(name, f"a {arch}", why)
     body = config.get("transformer_layer_config") or config
     if is_gemma4(body) and not re.match(GEMMA4, arch):
-        refuse(name, f"a drafter with a {body['model_type']} body", "only DeepSpec's layouts are known with such layers")
+        refuse(
+            name, f"a drafter with a {body['model_type']} body", "only DeepSpec's layouts are known with such layers"
+        )
     if config.get("dspark_noise_token_id") is not None:
         refuse(name, "a DeepSeek-V4 target with an embedded drafter", "the drafter is no checkpoint of its own")
     if config.get("quantization_config") and not config.get("model_type", "").startswith("hf_"):

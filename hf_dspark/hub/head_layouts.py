@@ -1,7 +1,12 @@
 """The one layout that multi-token-prediction heads have apart from their target: that of the speculators library."""
 
 SPECULATORS = 'export to "speculators"'
-NAMES = {"enorm": "token_layernorm", "hnorm": "hidden_layernorm", "eh_proj": "input_proj", "post_norm": "final_layernorm"}
+NAMES = {
+    "enorm": "token_layernorm",
+    "hnorm": "hidden_layernorm",
+    "eh_proj": "input_proj",
+    "post_norm": "final_layernorm",
+}
 
 
 def speculators(source):
@@ -39,7 +44,9 @@ def deepspec(source):
 
 
 def sglang(source):
-    source.refuse_if(True, "multi-token-prediction heads", "SGLang reads them from the target's own checkpoint", SPECULATORS)
+    source.refuse_if(
+        True, "multi-token-prediction heads", "SGLang reads them from the target's own checkpoint", SPECULATORS
+    )
 
 
 zlab = deepspec

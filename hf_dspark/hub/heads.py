@@ -23,15 +23,21 @@ PARTS = {
 COPIES = {"embed_tokens": "embed_tokens", "shared_head.head": "lm_head"}
 FAULTS = {"missing": "missing", "unknown": "unexpected", "of another shape": "mismatched"}
 # Options of a target's config that change what its heads compute, and that aren't applied here.
-REFUSED = ("chain_hidden_post_norm", "logits_mup_width_multiplier", "logits_scaling", "logit_scale", "unpadded_vocab_size")
+REFUSED = (
+    "chain_hidden_post_norm",
+    "logits_mup_width_multiplier",
+    "logits_scaling",
+    "logit_scale",
+    "unpadded_vocab_size",
+)
 
 
 def heads_of(target, overrides=None, revision=None, dtype=None, **hub) -> MTPDrafter:
     """The heads that lie in the checkpoint a target was loaded from, which transformers passes over.
 
-    Of a sharded checkpoint only the shards that hold them are fetched. An embedding and a head that are stored with them are
-    the target's, if equal. `overrides`: fields of [`MTPConfig`]. `dtype`: the target's by default. `hub`: as in
-    [`Checkpoint.open`].
+    Of a sharded checkpoint only the shards that hold them are fetched. An embedding and a head that are stored with
+    them are the target's, if equal. `overrides`: fields of [`MTPConfig`]. `dtype`: the target's by default. `hub`: as
+    in [`Checkpoint.open`].
 
     Raises:
         ValueError: there are none, or a tensor is missing, unknown or of another shape.
@@ -39,8 +45,8 @@ def heads_of(target, overrides=None, revision=None, dtype=None, **hub) -> MTPDra
     name, text = target.config._name_or_path, target.config.get_text_config()
     if not name:
         raise ValueError(
-            f"This {type(target).__name__} was built in memory, so no checkpoint is known that could hold heads: load it with "
-            "from_pretrained, or use AutoDrafter.from_pretrained with a drafter."
+            f"This {type(target).__name__} was built in memory, so no checkpoint is known that could hold heads: load "
+            "it with from_pretrained, or use AutoDrafter.from_pretrained with a drafter."
         )
     checkpoint = Checkpoint.open(name, revision=revision or getattr(target.config, "_commit_hash", None), **hub)
     places = {file_name: place_of(file_name, text.num_hidden_layers) for file_name in checkpoint.names}
@@ -58,7 +64,9 @@ def heads_of(target, overrides=None, revision=None, dtype=None, **hub) -> MTPDra
         )
     tensors = {place: (files[n], n) for place, n in found.items()}
     facts = {"hidden_first": getattr(text, "mtp_hidden_states_first", False), "target_name": name}
-    drafter = build(text, tensors, {**facts, **(overrides or {})}, name, text.num_hidden_layers, target, dtype or target.dtype)
+    drafter = build(
+        text, tensors, {**facts, **(overrides or {})}, name, text.num_hidden_layers, target, dtype or target.dtype
+    )
     drafter.config._commit_hash = checkpoint.commit
     return drafter
 
@@ -67,7 +75,8 @@ def import_heads(checkpoint: Checkpoint, target_config=None, overrides=None, dty
     """A speculators `mtp` checkpoint. Its `transformer_layer_config` is the target's text config.
 
     Raises:
-        ValueError: more than one head, a target of other sizes, or a tensor that is missing, unknown or of another shape.
+        ValueError: more than one head, a target of other sizes, or a tensor that is missing, unknown or of another
+            shape.
     """
     config = checkpoint.config
     body = dict(config["transformer_layer_config"])
@@ -78,8 +87,8 @@ def import_heads(checkpoint: Checkpoint, target_config=None, overrides=None, dty
         facts["target_name"] = name[0]
     if config.get("num_nextn_predict_layers", 1) != 1:
         raise ValueError(
-            f"{checkpoint.name} says num_nextn_predict_layers={config['num_nextn_predict_layers']}, and the format has one "
-            "head: get the file that its library writes."
+            f"{checkpoint.name} says num_nextn_predict_layers={config['num_nextn_predict_layers']}, and the format has "
+            "one head: get the file that its library writes."
         )
     methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
     if methods[0].get("speculative_tokens"):
@@ -93,13 +102,16 @@ def import_heads(checkpoint: Checkpoint, target_config=None, overrides=None, dty
         if place is None:
             raise ValueError(f"{checkpoint.name}: unknown tensor {file_name}: get the file that its library writes.")
         tensors[place] = file, file_name
-    drafter = build(text, tensors, facts, checkpoint.name, layers, dtype=None if dtype in (None, "auto") else dtype, **load)
+    drafter = build(
+        text, tensors, facts, checkpoint.name, layers, dtype=None if dtype in (None, "auto") else dtype, **load
+    )
     drafter.config._commit_hash = checkpoint.commit
     return drafter
 
 
 def place_of(name: str, num_layers: int) -> tuple[int, str] | None:
-    """Head number and tensor name in it, of a tensor of a target's checkpoint; `None` for what belongs to the target."""
+    """Head number and tensor name in it, of a tensor of a target's checkpoint; `None` for what belongs to the
+    target."""
     rest = re.match(r"(?:.*\.)?mtp\.(.*)", name)
     inside = re.match(r"(?:.*\.)?layers\.(\d+)\.(.*)", rest[1] if rest else name)
     if rest:
@@ -109,7 +121,9 @@ def place_of(name: str, num_layers: int) -> tuple[int, str] | None:
     return None
 
 
-def build(text, tensors: dict, facts: dict, name: str, num_target_layers: int, target=None, dtype=None, **load) -> MTPDrafter:
+def build(
+    text, tensors: dict, facts: dict, name: str, num_target_layers: int, target=None, dtype=None, **load
+) -> MTPDrafter:
     """A drafter of tensors `{(head, their name): (file, name in it)}`.
 
     Raises:
@@ -128,8 +142,8 @@ def build(text, tensors: dict, facts: dict, name: str, num_target_layers: int, t
         elif not is_the_targets(COPIES[part], tensor, target):
             if heads > 1:
                 raise ValueError(
-                    f"{name}: {file_name} isn't the target's own, and several heads share one embedding and one head here: get "
-                    "the checkpoint that this target was published with."
+                    f"{name}: {file_name} isn't the target's own, and several heads share one embedding and one head "
+                    "here: get the checkpoint that this target was published with."
                 )
             own[COPIES[part]] = tensor
     facts = {"num_target_layers": num_target_layers, **facts}
@@ -159,21 +173,28 @@ def is_the_targets(part: str, tensor, target) -> bool:
 
 
 def block_weights(config: MTPConfig, tensors: dict, name: str, dtype) -> dict:
-    """Weights of the blocks under our names, through transformers' own loading of such a model: it knows which names its
-    releases changed and which tensors (experts, say) they lay together."""
+    """Weights of the blocks under our names, through transformers' own loading of such a model: it knows which names
+    its releases changed and which tensors (experts, say) they lay together."""
     body = config.block()
     body.vocab_size, body.pad_token_id, body.bos_token_id, body.eos_token_id = 1, None, None, None
     decoder = skeleton(body)
-    around = {k: torch.zeros(t.shape, dtype=dtype) for k, t in decoder.state_dict().items() if not k.startswith("layers.")}
+    around = {
+        k: torch.zeros(t.shape, dtype=dtype) for k, t in decoder.state_dict().items() if not k.startswith("layers.")
+    }
     carrier, info = type(decoder).from_pretrained(
-        None, config=body, state_dict=tensors | around, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+        None,
+        config=body,
+        state_dict=tensors | around,
+        dtype=dtype,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
     )
     faults = {what: sorted(map(str, info[f"{key}_keys"])) for what, key in FAULTS.items()}
     if any(faults.values()):
         listing = "; ".join(f"{what} {', '.join(names)}" for what, names in faults.items() if names)
         raise ValueError(
-            f"{name}: the tensors of its heads don't make blocks of {type(carrier).__name__} ({listing}). Half-loaded they "
-            "would draft noise: get the complete file, or a release of transformers that knows this layout."
+            f"{name}: the tensors of its heads don't make blocks of {type(carrier).__name__} ({listing}). Half-loaded "
+            "they would draft noise: get the complete file, or a release of transformers that knows this layout."
         )
     found = carrier.state_dict()
     return {re.sub(r"^layers\.(\d+)\.", r"layers.\1.block.", k): t for k, t in found.items() if k.startswith("layers.")}

@@ -1,7 +1,7 @@
 """Which rows of a round copy, how much of it, and whether the others draft: most expected tokens per second.
 
-It looks at what was settled before the round (lengths of matches, earlier rounds, measured costs), never at a draft, so every
-verification stays exact.
+It looks at what was settled before the round (lengths of matches, earlier rounds, measured costs), never at a draft, so
+every verification stays exact.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,8 @@ def choose(
 ) -> Choice:
     """The best of all ways to share a round whose forward is as wide as its longest row.
 
-    For every width, each row takes what it is expected to gain most from: its copy, cut to the width, or the drafter's block.
+    For every width, each row takes what it is expected to gain most from: its copy, cut to the width, or the drafter's
+        block.
 
     Args:
         copies: per row the chances that tokens 1..n of its copy are all accepted; empty where nothing matched.

@@ -1,10 +1,11 @@
 """What a copied draft is worth, learnt while decoding from how long the match was.
 
-A copy's tokens follow from the committed text, and the expectation from rounds that are over. So a length chosen by it depends
-on nothing that the round's own verification decides, which is what keeps such a choice exact.
+A copy's tokens follow from the committed text, and the expectation from rounds that are over. So a length chosen by it
+depends on nothing that the round's own verification decides, which is what keeps such a choice exact.
 """
 
-# Chance that draft 1, 2, 3, 4 and any later one is accepted if those before it were, for matches of at least so many tokens.
+# Chance that draft 1, 2, 3, 4 and any later one is accepted if those before it were, for matches of at least so many
+# tokens.
 # Replayed on 663 answers of SmolLM2-135M-Instruct, the mean of greedy and sampled ones.
 PRIOR = {
     1: (0.24, 0.54, 0.63, 0.69, 0.78),
@@ -21,8 +22,9 @@ PRIOR = {
 class CopyExpectation:
     """Survival chances of copied drafts by match length: faded counts of accepted drafts, started by a prior.
 
-    Matches of 1, 2, 3, 4, 5-8, 9-16, 17-32 and more tokens are counted apart, and so are drafts 1 to 4 and all later ones. Give
-    each source an expectation of its own: a match in another text is worth much less than one in the row's own.
+    Matches of 1, 2, 3, 4, 5-8, 9-16, 17-32 and more tokens are counted apart, and so are drafts 1 to 4 and all later
+    ones. Give each source an expectation of its own: a match in another text is worth much less than one in the row's
+        own.
 
     Args:
         prior: like `PRIOR`: least match length of each class, ascending from 1 -> chances by position.
@@ -68,8 +70,8 @@ class CopyExpectation:
         """
         if not 0 <= accepted <= verified or (verified and match < 1):
             raise ValueError(
-                f"match={match}, verified={verified}, accepted={accepted} is no round: give 0 <= accepted <= verified, and the "
-                "match of the copy that was verified (at least 1)."
+                f"match={match}, verified={verified}, accepted={accepted} is no round: give 0 <= accepted <= verified, "
+                "and the match of the copy that was verified (at least 1)."
             )
         fade = 1 - 1 / self.memory
         for k in range(min(accepted + 1, verified)):

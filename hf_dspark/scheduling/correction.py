@@ -8,8 +8,8 @@ LIMIT = math.log(0.999 / 0.001)  # beyond it a head is as sure as it is taken to
 
 
 class Correction:
-    """What confidences turned out to be worth: a logistic fit of acceptance to their logits, with a slope, an intercept and one
-    offset per position, updated draft by draft (an extended Kalman filter; the offsets are kept independent).
+    """What confidences turned out to be worth: a logistic fit of acceptance to their logits, with a slope, an intercept
+    and one offset per position, updated draft by draft (an extended Kalman filter; the offsets are kept independent).
 
     Args:
         positions: of a chain; the last offset serves all further ones. memory: drafts after which the past has faded.

@@ -25,8 +25,8 @@ class LatencyCurve:
 
     Linear between the knots, the last slope after them, flat before them; with `staircase` the next knot's value
     between them, for engines that pad a step to the next captured size. `LatencyCurve((1,), (1.0,))` is the "nothing
-    was measured" curve: every token is free, so nothing is pruned. `weights`: how far each knot is to be trusted, e.g. its
-    number of measurements; equal without.
+    was measured" curve: every token is free, so nothing is pruned. `weights`: how far each knot is to be trusted, e.g.
+    its number of measurements; equal without.
     """
 
     tokens: tuple[float, ...]
@@ -220,8 +220,8 @@ class OnlineCost:
 
     def curve(self, rows: int = 1, context: float = 0, stages: int = 1, drafts: int = 1) -> LatencyCurve:
         """Step latency for a fixed number of rows: `stages` drafting stages of `drafts` tokens and one
-        verification. Knots weigh what was measured there: a width that was seen thrice, on a busy machine, gives way to wider
-        ones seen often."""
+        verification. Knots weigh what was measured there: a width that was seen thrice, on a busy machine, gives way to
+        wider ones seen often."""
         widths = sorted({*self.prior.widths, *(_nearest(self._verify, rows) or ())})
         draft = stages * self.draft_seconds(rows, context, drafts)
         tokens = tuple(rows * w for w in widths)

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 
-def break_even(draft_seconds: float, verify_seconds: float, extra_verify_seconds: float, seconds_per_token: float) -> float:
+def break_even(
+    draft_seconds: float, verify_seconds: float, extra_verify_seconds: float, seconds_per_token: float
+) -> float:
     """Chance of the drafts so far being accepted in full from which on one more stage pays.
 
     If they are, the stage saves a verification and gives up one bonus token; if not, it wasted a draft; either way the

@@ -81,16 +81,18 @@ def fit_survival(
     weight = torch.zeros(x.shape[1], dtype=torch.float64, requires_grad=True)
     bias = torch.zeros(1, dtype=torch.float64, requires_grad=True)
     offset = torch.zeros(labels.shape[1], dtype=torch.float64, requires_grad=True)
-    optimizer = torch.optim.LBFGS([weight, bias, offset], max_iter=500, tolerance_grad=1e-9, line_search_fn="strong_wolfe")
+    optimizer = torch.optim.LBFGS(
+        [weight, bias, offset], max_iter=500, tolerance_grad=1e-9, line_search_fn="strong_wolfe"
+    )
 
     def loss():
         optimizer.zero_grad()
         logits = x @ weight + bias + offset[position]
         total = torch.nn.functional.binary_cross_entropy_with_logits(logits, y, reduction="sum")
         # The tiny pull on the intercept keeps the optimum finite when every label is the same.
-        total = (total + ridge / 2 * (weight.square().sum() + offset.square().sum()) + 1e-3 * bias.square().sum()) / max(
-            1, len(y)
-        )
+        total = (
+            total + ridge / 2 * (weight.square().sum() + offset.square().sum()) + 1e-3 * bias.square().sum()
+        ) / max(1, len(y))
         total.backward()
         return total
 
@@ -120,7 +122,8 @@ def predict_confidence(model: dict, features: Tensor, start: int = 0) -> Tensor:
 
 
 def survival_estimate(drafter):
-    """`estimate(log_probs, before, k)`, logits, of a calibrated drafter without a confidence head (`config.survival_model`), or None."""
+    """`estimate(log_probs, before, k)`, logits, of a calibrated drafter without a confidence head
+    (`config.survival_model`), or None."""
     model = getattr(drafter.config, "survival_model", None)
     if model is None or getattr(drafter.config, "confidence_head", False):
         return None

@@ -1,7 +1,7 @@
 """What the loop decides from measurements: how much to draft, how much of it to verify, and whether to loop.
 
-Decisions use past rounds, measured seconds, and confidences of earlier drafts only, so every verifier stays exact. They rest
-on timings, so under `ratio` and `block` the tokens (not their distribution) differ from run to run.
+Decisions use past rounds, measured seconds, and confidences of earlier drafts only, so every verifier stays exact. They
+rest on timings, so under `ratio` and `block` the tokens (not their distribution) differ from run to run.
 """
 
 import math
@@ -20,7 +20,8 @@ from .throttle import DraftThrottle
 
 
 class StaticGate:
-    """DLoop's gate (arXiv 2610.07659): another stage while the latest block's summed log-probability is at least `value`."""
+    """DLoop's gate (arXiv 2610.07659): another stage while the latest block's summed log-probability is at least
+    `value`."""
 
     def __init__(self, value: float):
         self.value = value
@@ -33,12 +34,12 @@ class StaticGate:
 class AutoGate:
     """Another stage where the tokens it is expected to add are worth more than the time it takes.
 
-    A stage adds its own `a` accepted drafts if everything before it is accepted (chance f); the bonus token comes in any
-    case. With t seconds per token it pays iff f a t >= T_d + dT, its draft time and what it adds to the verification. f is
-    learnt from the stages' summed log-probabilities, `a` by stage, t and the costs are measured. (The break-even point of
-    [`scheduling.break_even`] is the case where every stage is accepted like a first one: then a t = T_d + T_v - t. Measured
-    by replay that loops too little in easy text, and too much where later stages are poor.) The rows of a batch share the
-    stage's time, so they decide together.
+    A stage adds its own `a` accepted drafts if everything before it is accepted (chance f); the bonus token comes in
+    any case. With t seconds per token it pays iff f a t >= T_d + dT, its draft time and what it adds to the
+    verification. f is learnt from the stages' summed log-probabilities, `a` by stage, t and the costs are measured.
+    (The break-even point of [`scheduling.break_even`] is the case where every stage is accepted like a first one: then
+    a t = T_d + T_v - t. Measured by replay that loops too little in easy text, and too much where later stages are
+    poor.) The rows of a batch share the stage's time, so they decide together.
     """
 
     def __init__(self, policy: "Policy"):
@@ -53,13 +54,16 @@ class Policy:
     """Measurements of one drafter on one target, kept across generate calls, and the decisions drawn from them.
 
     Args:
-        block: drafts per stage. max_stages: most stages per round. prior: measured costs of this machine, if there are any.
+        block: drafts per stage. max_stages: most stages per round. prior: measured costs of this machine, if there are
+            any.
         recursive: drafting takes a forward per draft (EAGLE-3) and not one per block.
     """
 
     PLAIN_STEPS = 3  # at every new batch size, since what drafting is compared with grows with it
     FADE = 0.98  # of the first stage's acceptance and of the time per token, per round
-    FADE_LATER = 0.995  # of later stages' acceptance: they are seen rarely, and what the stage before suggests must wear off
+    FADE_LATER = (
+        0.995  # of later stages' acceptance: they are seen rarely, and what the stage before suggests must wear off
+    )
     WEIGHT = 1.5  # observations that the stage before counts for
     PROBING, PROBED = 0.01, 0.5  # share of the time spent on stages that seem not to pay, at what chance
 
@@ -75,15 +79,18 @@ class Policy:
         self.rounds = self.plain_rounds = self.looped_rounds = 0
         self.rows, self.context, self.packed = 1, 0.0, False
         self._plain: Counter[int] = Counter()  # plain steps by number of rows
-        self._reached, self._accepted = [0.0] * max_stages, [0.0] * max_stages  # by stage: how often, drafts of it accepted
+        self._reached, self._accepted = (
+            [0.0] * max_stages,
+            [0.0] * max_stages,
+        )  # by stage: how often, drafts of it accepted
         self._seconds = self._tokens = self._savings = 0.0
         self._tree_accepted = self._tree_expected = 0.0
         self._shapes = {"chain": (0.0, 0.0, 0), "tree": (0.0, 0.0, 0)}  # faded tokens and modelled seconds, and rounds
         self._single, self._further = 0, deque(maxlen=32)  # times of later stages, in first ones
 
     def begin(self, rows: int, context: float, packed: bool = False) -> None:
-        """A round of `rows` active rows with `context` tokens on average; `packed`: its forward costs the tokens sent, and not
-        the longest row's for every row."""
+        """A round of `rows` active rows with `context` tokens on average; `packed`: its forward costs the tokens sent,
+        and not the longest row's for every row."""
         self.rows, self.context, self.packed, self._chances = rows, context, packed, None
         self.rounds += 1
 
@@ -127,9 +134,10 @@ class Policy:
         return planned
 
     def prune(self, draft) -> list[int]:
-        """Drafts to verify of each row, [A], by [`lookahead`] over its confidences, corrected by what became of earlier ones: a
-        head that is sure of too much wastes verifications, one that doubts too much throws drafts away, and neither would ever
-        show. The draft's own time is spent by now and does not count. Copies were settled before, and stay."""
+        """Drafts to verify of each row, [A], by [`lookahead`] over its confidences, corrected by what became of earlier
+        ones: a head that is sure of too much wastes verifications, one that doubts too much throws drafts away, and
+        neither would ever show. The draft's own time is spent by now and does not count. Copies were settled before,
+        and stay."""
         mine = _drafted(draft)
         if draft.confidence is None or not mine:
             return draft.lengths
@@ -149,8 +157,8 @@ class Policy:
         return _pruned(draft, mine, chosen)
 
     def _per_row(self, chances, past, curve, rate, offered: list[int], room: list[int]) -> list[int]:
-        """Each row's own length. What the other rows will send is expected from earlier rounds: their drafts of this one must not
-        depend on each other's order."""
+        """Each row's own length. What the other rows will send is expected from earlier rounds: their drafts of this
+        one must not depend on each other's order."""
         others, chosen = (self.rows - 1) * (1 + sum(self.throttle.history.survival())), []
         for j, (n, most) in enumerate(zip(offered, room)):
             one = chances[j : j + 1], past, lambda tokens: curve(others + tokens), rate
@@ -163,8 +171,8 @@ class Policy:
         return lambda tokens: curve(self.rows * max(tokens / len(mine), 1 + copied))
 
     def allot(self, draft) -> list[int]:
-        """Drafts to verify of each row, [A], by DSpark's Algorithm 1 (arXiv 2607.05147) over the confidences as they are; without
-        a confidence head, over what became of earlier drafts. Copies stay."""
+        """Drafts to verify of each row, [A], by DSpark's Algorithm 1 (arXiv 2607.05147) over the confidences as they
+        are; without a confidence head, over what became of earlier drafts. Copies stay."""
         mine = _drafted(draft)
         if not mine:
             return draft.lengths
@@ -180,11 +188,13 @@ class Policy:
         if self.packed:
             others = sum(1 + n for n, source in zip(draft.lengths, draft.sources) if source != "drafter")
             latency = lambda tokens: curve(others + tokens)  # noqa: E731
-        return _pruned(draft, mine, algorithm1(chances, latency, torch.tensor(offered), padded=not self.packed).tolist())
+        return _pruned(
+            draft, mine, algorithm1(chances, latency, torch.tensor(offered), padded=not self.packed).tolist()
+        )
 
     def tree_size(self, trees: list) -> int:
-        """Nodes of each row's tree worth verifying, from the drafter's own probabilities of the paths, corrected by how many were
-        accepted before. With children drawn from laws it is asked before they are drawn."""
+        """Nodes of each row's tree worth verifying, from the drafter's own probabilities of the paths, corrected by how
+        many were accepted before. With children drawn from laws it is asked before they are drawn."""
         chances = [sorted(tree.scores.exp().tolist(), reverse=True) for tree in trees]
         curve = self.cost.curve(self.rows, self.context, stages=0).isotonic()
         draft, tokens = self.cost.draft_seconds(self.rows, self.context, self.block), float(self.rows)
@@ -201,8 +211,11 @@ class Policy:
         return (self._tree_accepted + 2.0) / (self._tree_expected + 2.0)
 
     def use_tree(self) -> bool:
-        """Whether the coming round is a tree and not a chain: what gave more tokens per second, and now and then the other."""
-        rates = {shape: tokens / seconds if seconds else math.inf for shape, (tokens, seconds, _) in self._shapes.items()}
+        """Whether the coming round is a tree and not a chain: what gave more tokens per second, and now and then the
+        other."""
+        rates = {
+            shape: tokens / seconds if seconds else math.inf for shape, (tokens, seconds, _) in self._shapes.items()
+        }
         counts = {shape: count for shape, (_, _, count) in self._shapes.items()}
         fewest = min(counts, key=counts.get)
         if counts[fewest] < 4 or self.rounds % 64 == 0:
@@ -221,7 +234,8 @@ class Policy:
     def another_stage(self, scores: list[list[float]]) -> bool:
         """Whether rows with these stage `scores` [R][S] draft one more, see [`AutoGate`].
 
-        What is measured only while looping could keep looping off for ever, so now and then a stage is drafted all the same.
+        What is measured only while looping could keep looping off for ever, so now and then a stage is drafted all the
+        same.
         """
         stage = len(scores[0])
         chance = float(self.gate.chain_probability(torch.tensor(scores)).sum())
@@ -246,7 +260,9 @@ class Policy:
     def _usual_price(self, stage: int) -> float:
         """As [`_price`], the verification growing as the prior says."""
         prior, tokens = self.cost.prior, self.rows * (1 + stage * self.block)
-        before, after = (prior.verify_seconds(t, self.rows, self.context) for t in (tokens, tokens + self.rows * self.block))
+        before, after = (
+            prior.verify_seconds(t, self.rows, self.context) for t in (tokens, tokens + self.rows * self.block)
+        )
         return self._stage_seconds(1) + (after / before - 1) * self.cost.verify_seconds(tokens, self.rows, self.context)
 
     def _next_accepted(self, stage: int) -> float:
@@ -273,7 +289,9 @@ class Policy:
 
     # ------------------------------------------------------------------ measurements
 
-    def observe(self, draft, verified: list[int], accepted: list[int], fed: float, draft_seconds, verify_seconds) -> None:
+    def observe(
+        self, draft, verified: list[int], accepted: list[int], fed: float, draft_seconds, verify_seconds
+    ) -> None:
         """Learn from a round: `verified`, `accepted` [A] drafts; the target was fed `fed` tokens per row on average."""
         self.cost.record_verify(verify_seconds, self.rows * fed, self.rows, self.context)
         mine, stages = _drafted(draft), max(draft.stages, default=1)
@@ -299,7 +317,8 @@ class Policy:
             self._observe_stages(draft, verified, accepted, stages, fed)
 
     def observe_copies(self, copies: list[tuple], committed: list[list[int]]) -> None:
-        """Learn what copies are worth from what the rows said instead, `committed` [A]: a copy needn't be verified for that.
+        """Learn what copies are worth from what the rows said instead, `committed` [A]: a copy needn't be verified for
+        that.
 
         A committed token follows the target's law, so it equals a copied one as often as that would be accepted.
         """
@@ -326,31 +345,41 @@ class Policy:
         for s in range(len(self._reached)):
             mine = [min(a - s * K, K) for a, n in zip(accepted, verified) if n >= (s + 1) * K and a >= s * K]
             fade = self.FADE_LATER if s else self.FADE
-            self._reached[s], self._accepted[s] = fade * self._reached[s] + len(mine), fade * self._accepted[s] + sum(mine)
+            self._reached[s], self._accepted[s] = (
+                fade * self._reached[s] + len(mine),
+                fade * self._accepted[s] + sum(mine),
+            )
         scores = stage_scores(draft, K)
         if scores is not None:
             self.gate.observe(scores, torch.tensor(accepted), torch.tensor(verified), K)
 
     def note(self) -> str:
-        """What was decided since the last note, and what it rests on: what was measured, never what is merely assumed."""
+        """What was decided since the last note, and what it rests on: what was measured, never what is merely
+        assumed."""
         rows, cost, chances = self.rows, self.cost, self.throttle.history.conditional()
         profiled, drafted = cost.prior is not GENERIC, cost.draft_stages() > 0  # a profiled prior is this machine's own
         plain = cost.verify_seconds(rows, rows, self.context) if profiled or cost.plain_steps() else None
         draft = cost.draft_seconds(rows, self.context, self.block) if profiled or drafted else None
         plain, draft = ("not measured yet" if s is None else f"{1e3 * s:.1f} ms" for s in (plain, draft))
-        while len(chances) > 1 and chances[-1] == chances[-2]:  # no draft was ever judged there: the place before stands in
+        while (
+            len(chances) > 1 and chances[-1] == chances[-2]
+        ):  # no draft was ever judged there: the place before stands in
             chances.pop()
         accepted = ", ".join(f"{c:.2f}" for c in chances) if drafted else "not measured yet"
         text = (
-            f"{self.plain_rounds} of {self.rounds} rounds were plain steps. Measured in this call and those before it, for "
-            f"{rows} row{'s' * (rows != 1)}: a plain step {plain}"
+            f"{self.plain_rounds} of {self.rounds} rounds were plain steps. Measured in this call and those before it, "
+            f"for {rows} row{'s' * (rows != 1)}: a plain step {plain}"
         )
         if self.block:
             text += f", a draft {draft}, chances of drafts 1, 2, ... once those before are accepted {accepted}"
         text += "."
         if self.loops and self.block and drafted:
             chance = self.break_even(1) / self.rows
-            pays = f"pays from a chance of {chance:.2f} on that the first is accepted whole" if chance < 1 else "never pays"
+            pays = (
+                f"pays from a chance of {chance:.2f} on that the first is accepted whole"
+                if chance < 1
+                else "never pays"
+            )
             text += f" {self.looped_rounds} rounds had several stages; a second one {pays}."
         self.rounds = self.plain_rounds = self.looped_rounds = 0
         self.loops = False

@@ -19,7 +19,9 @@ import torch
 from torch import Tensor
 
 
-def confidence_prefix(confidence: Tensor, threshold: float, lengths: Tensor | None = None, cumulative: bool = False) -> Tensor:
+def confidence_prefix(
+    confidence: Tensor, threshold: float, lengths: Tensor | None = None, cumulative: bool = False
+) -> Tensor:
     """Drafts before the first one whose confidence is below `threshold` (DSpark's static rule, arXiv 2607.05147).
 
     Args:
@@ -97,12 +99,12 @@ def lookahead(
     room: Sequence[int] | None = None,
     stage: int | None = None,
 ) -> int:
-    """Drafts per row worth verifying where the forward is padded to the longest row: one more position while some length
-    from there on is expected to gain more tokens than its time is worth (ours; [`algorithm1`] looks one position ahead, and
-    so stops at an expensive first draft although three together would pay).
+    """Drafts per row worth verifying where the forward is padded to the longest row: one more position while some
+    length from there on is expected to gain more tokens than its time is worth (ours; [`algorithm1`] looks one position
+    ahead, and so stops at an expensive first draft although three together would pay).
 
-    What lies ahead is foreseen from earlier rounds and from what was settled before drafting: later confidences, stop tokens,
-    cuts and further stages all depend on the draft that is judged. So the rule is exact on any latency.
+    What lies ahead is foreseen from earlier rounds and from what was settled before drafting: later confidences, stop
+    tokens, cuts and further stages all depend on the draft that is judged. So the rule is exact on any latency.
 
     Args:
         confidence: `[B, K]` in [0, 1].
@@ -190,7 +192,9 @@ class LaggedScheduler:
 
     def __init__(self, lag: int = 2, decay: float = 0.9, sizes: Sequence[int] | None = None):
         if lag < 1:
-            raise ValueError(f"lag={lag} would let a draft decide about itself, which biases the output: set at least 1.")
+            raise ValueError(
+                f"lag={lag} would let a draft decide about itself, which biases the output: set at least 1."
+            )
         self.lag, self.decay, self.sizes = lag, decay, sizes
         self._recent: dict[Hashable, deque] = {}
         self._mean: list[float] | None = None
@@ -232,7 +236,9 @@ def _allocate(a: Tensor, count: int) -> Tensor:
     return torch.bincount(torch.tensor(chosen, dtype=torch.long), minlength=len(a))
 
 
-def _best_count(gains: Sequence[float], rows: int, latency: Callable[[float], float], sizes: Sequence[int] | None) -> int:
+def _best_count(
+    gains: Sequence[float], rows: int, latency: Callable[[float], float], sizes: Sequence[int] | None
+) -> int:
     """Number of leading gains with the highest rate; the fewest on a tie."""
     emitted = list(accumulate(gains, initial=float(rows)))
     count = max(range(len(emitted)), key=lambda k: emitted[k] / latency(rows + k))

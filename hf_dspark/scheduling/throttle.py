@@ -1,4 +1,5 @@
-"""Whether drafting pays at all: a drafter that costs time drafts less, then nothing, and is tried again at growing intervals.
+"""Whether drafting pays at all: a drafter that costs time drafts less, then nothing, and is tried again at growing
+intervals.
 
 Decisions use acceptance history and measured costs only, so they are exact with every verification.
 """
@@ -17,7 +18,9 @@ PROBE_ROUNDS = 4
 BUDGET = 0.03  # share of the time that probing may cost
 
 
-def worth_drafting(tau: float, draft_seconds: float, verify_seconds: float, plain_seconds: float, margin: float = 0.0) -> bool:
+def worth_drafting(
+    tau: float, draft_seconds: float, verify_seconds: float, plain_seconds: float, margin: float = 0.0
+) -> bool:
     """Whether a round (tau tokens per row in draft + verify seconds) beats plain steps (one token each) by more than
     `margin`."""
     return tau * plain_seconds > (draft_seconds + verify_seconds) * (1 + margin)
@@ -29,8 +32,8 @@ def draft_length(survival: Sequence[float], seconds: Sequence[float], margin: fl
     Args:
         survival: K mean chances that drafts 1..k are all accepted, from past rounds.
         seconds: K + 1 times of a round of 0..K drafts per row, draft and verification.
-        margin: plain decoding must win by this much to be chosen, so that noise does not switch a drafter off; negative:
-            drafts must.
+        margin: plain decoding must win by this much to be chosen, so that noise does not switch a drafter off;
+            negative: drafts must.
     """
     rates = round_rates(survival, seconds)
     rates[0] /= 1 + margin
@@ -101,8 +104,8 @@ class AcceptanceHistory:
                 self._accepted[k] += k < a
 
     def expect(self, chances: Sequence[Sequence[float]]) -> None:
-        """As [`observe`], from the chances `[B][K]` of one round's drafts: they vary less than what becomes of the drafts, and
-        tell of those that nobody verifies."""
+        """As [`observe`], from the chances `[B][K]` of one round's drafts: they vary less than what becomes of the
+        drafts, and tell of those that nobody verifies."""
         self.fade(self.decay)
         for row in chances:
             reached = 1.0
@@ -138,8 +141,8 @@ class DraftThrottle:
     """Chooses the number of drafts round by round. Its owner feeds `cost` with timings, and after every drafted round
     `observe`s it or lets `history` expect it.
 
-    What drafting is compared with is measured too: a few plain steps at the start, then one in `PLAIN_EVERY` rounds, or as
-    rarely as it takes to lose no more than `PLAIN_SHARE` of the time by it.
+    What drafting is compared with is measured too: a few plain steps at the start, then one in `PLAIN_EVERY` rounds, or
+    as rarely as it takes to lose no more than `PLAIN_SHARE` of the time by it.
 
     Args:
         max_length: most drafts per row.
@@ -178,7 +181,8 @@ class DraftThrottle:
         return length
 
     def rate(self, rows: int = 1, context: float = 0) -> float:
-        """Tokens per second, of all rows, that the best number of drafts is expected to give: what a second is worth."""
+        """Tokens per second, of all rows, that the best number of drafts is expected to give: what a second is
+        worth."""
         return rows * max(round_rates(self.history.survival(), self._seconds(rows, context)))
 
     def _seconds(self, rows: int, context: float) -> list[float]:

@@ -72,7 +72,9 @@ def check_arguments(given: dict) -> None:
     """
     for field in fields(TrainingArguments):
         if field.name in REFUSED and given[field.name] != _default(field):
-            raise ValueError(f"{field.name}={given[field.name]!r} can't be used to train a drafter: {REFUSED[field.name]}.")
+            raise ValueError(
+                f"{field.name}={given[field.name]!r} can't be used to train a drafter: {REFUSED[field.name]}."
+            )
 
 
 def _default(field):

@@ -55,7 +55,8 @@ def draw_stages(seed: int, step: int, exposure: int) -> int:
 
 
 def block_weights(labels: torch.Tensor, decay: float | None) -> torch.Tensor:
-    """Weights of labels [..., K]: exp(-k / decay) for draft k from 0 where supervised, 0 where not; no decay if None."""
+    """Weights of labels [..., K]: exp(-k / decay) for draft k from 0 where supervised, 0 where not; no decay if
+    None."""
     k = torch.arange(labels.shape[-1], device=labels.device, dtype=torch.float64)
     weight = torch.ones_like(k) if decay is None else torch.exp(-k / decay)
     return weight * (labels != -100)

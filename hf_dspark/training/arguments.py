@@ -13,9 +13,9 @@ from .losses import Objective
 class DrafterTrainingArguments(TrainingArguments):
     """`TrainingArguments` and what is particular to drafters; see [`Objective`] for the loss of blocks.
 
-    Recursive drafters are trained by training-time test whatever the weights say: forward KL to the target's distribution
-    (its soft cross entropy up to a constant), draft k weighing step_decay^k. By default that is 0.8 for EAGLE-3 (arXiv
-    2503.01840, section 3.2) and 0.6 for multi-token prediction (FastMTP, arXiv 2509.18362).
+    Recursive drafters are trained by training-time test whatever the weights say: forward KL to the target's
+    distribution (its soft cross entropy up to a constant), draft k weighing step_decay^k. By default that is 0.8 for
+    EAGLE-3 (arXiv 2503.01840, section 3.2) and 0.6 for multi-token prediction (FastMTP, arXiv 2509.18362).
 
     `loop_exposure=N` turns on loop-aware training from `loop_start` (a share of all steps) on: chains of S stages with
     S - 1 ~ U{1..N}, one S per optimizer step, half the loss on the first and half on the last stage (DLoop, section 4).
@@ -27,16 +27,24 @@ class DrafterTrainingArguments(TrainingArguments):
     ce_weight: float = field(default=0.1, metadata={"help": "Weight of the cross entropy of the true tokens."})
     distill_weight: float = field(default=0.9, metadata={"help": "Weight of KL or TV to the target's distribution."})
     confidence_weight: float = field(default=1.0, metadata={"help": "Weight of the confidence head's loss."})
-    kl_until: float = field(default=0.75, metadata={"help": "Share of the run over which KL turns into TV; 0: TV at once."})
+    kl_until: float = field(
+        default=0.75, metadata={"help": "Share of the run over which KL turns into TV; 0: TV at once."}
+    )
     position_decay: float | None = field(default=4.0, metadata={"help": "Draft k weighs exp(-k / position_decay)."})
-    step_decay: float | None = field(default=None, metadata={"help": "Recursive drafters: draft k weighs step_decay ** k."})
-    base_until: float = field(default=1.0, metadata={"help": "For Domino: share of the run over which the base's loss fades."})
+    step_decay: float | None = field(
+        default=None, metadata={"help": "Recursive drafters: draft k weighs step_decay ** k."}
+    )
+    base_until: float = field(
+        default=1.0, metadata={"help": "For Domino: share of the run over which the base's loss fades."}
+    )
     detach_confidence: bool = field(default=True, metadata={"help": "The confidence loss trains its head only."})
     loop_exposure: int = field(default=0, metadata={"help": "N of loop-aware training, 3 is typical, 0 is off."})
     loop_start: float = field(default=0.0, metadata={"help": "Share of the run before loop-aware training begins."})
     detach_chain: bool = field(default=False, metadata={"help": "No gradient from later stages into earlier ones."})
     loss_chunk: int = field(default=2048, metadata={"help": "Drafts whose logits exist at once."})
-    feature_cache: str | None = field(default=None, metadata={"help": "Folder for the target's outputs of every example."})
+    feature_cache: str | None = field(
+        default=None, metadata={"help": "Folder for the target's outputs of every example."}
+    )
     feature_cache_gb: float = field(default=20.0, metadata={"help": "The cache stops growing there."})
 
     skip_estimate: bool = field(default=False, metadata={"help": "Don't measure a step to foretell memory and time."})

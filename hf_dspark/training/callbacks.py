@@ -108,7 +108,8 @@ def plot_history(history: list[dict], path: str | Path) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(
-            'A plot of the run needs matplotlib, which isn\'t installed: `pip install "hf-dspark[plots]"`.', name="matplotlib"
+            'A plot of the run needs matplotlib, which isn\'t installed: `pip install "hf-dspark[plots]"`.',
+            name="matplotlib",
         ) from error
     figure = Figure(figsize=(9, 4), layout="constrained")
     for axes, ending, label in zip(figure.subplots(1, 2), ("tau", "accept_rate@1"), ("tau", "acceptance of draft 1")):

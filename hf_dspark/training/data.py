@@ -1,4 +1,5 @@
-"""From chats to batches: rendering with the target's own template, what is supervised, packing, the reduced vocabulary."""
+"""From chats to batches: rendering with the target's own template, what is supervised, packing, the reduced
+vocabulary."""
 
 import hashlib
 import json
@@ -11,7 +12,8 @@ from .anchors import draw_anchors, keyed_generator
 
 
 def template_hash(tokenizer) -> str | None:
-    """Short hash of the chat template, kept in a drafter's config to tell whether it meets the prompts it was trained on."""
+    """Short hash of the chat template, kept in a drafter's config to tell whether it meets the prompts it was trained
+    on."""
     template = tokenizer.chat_template
     if template is None:
         return None
@@ -21,9 +23,10 @@ def template_hash(tokenizer) -> str | None:
 def render_chat(tokenizer, messages: list[dict], enable_thinking: bool | None = None) -> tuple[list[int], list[bool]]:
     """Token ids of a chat and whether each is the assistant's, its end-of-turn token included.
 
-    Templates with `{% generation %}` say themselves which tokens are the assistant's. For others the chat is rendered up to
-    each assistant message and after it: what is added is supervised. Some templates rewrite history (they drop the thinking
-    of earlier turns, say); a turn that the whole chat doesn't show as the model once saw it is left unsupervised.
+    Templates with `{% generation %}` say themselves which tokens are the assistant's. For others the chat is rendered
+    up to each assistant message and after it: what is added is supervised. Some templates rewrite history (they drop
+    the thinking of earlier turns, say); a turn that the whole chat doesn't show as the model once saw it is left
+    unsupervised.
 
     Raises:
         ValueError: when no assistant turn is left.
@@ -48,8 +51,8 @@ def render_chat(tokenizer, messages: list[dict], enable_thinking: bool | None = 
                 mask[len(before) : len(after)] = [True] * (len(after) - len(before))
     if not any(mask):
         raise ValueError(
-            "The chat template shows no assistant turn as it was when the model answered (or there is none), so nothing can be "
-            "supervised: store input_ids and prompt_len, or use a template with {% generation %} marks."
+            "The chat template shows no assistant turn as it was when the model answered (or there is none), so "
+            "nothing can be supervised: store input_ids and prompt_len, or use a template with {% generation %} marks."
         )
     return whole, mask
 
@@ -76,8 +79,8 @@ def example_from(row: dict, tokenizer=None, enable_thinking: bool | None = None)
         ids, mask = render_chat(tokenizer, row["messages"], enable_thinking)
     else:
         raise ValueError(
-            f"A data row has the fields {sorted(row)}, which give no tokens: it needs input_ids and prompt_len, or messages "
-            "and a tokenizer with a chat template."
+            f"A data row has the fields {sorted(row)}, which give no tokens: it needs input_ids and prompt_len, or "
+            "messages and a tokenizer with a chat template."
         )
     return {"input_ids": ids, "labels": [i if m else -100 for i, m in zip(ids, mask, strict=True)]}
 
@@ -115,8 +118,8 @@ BLANK = {"input_ids": [0], "labels": [-100], "example_id": -1}  # fills up the l
 class ChatDataset(Dataset):
     """Supervised chats, each with the id and the epoch that key its anchors.
 
-    The id is the row's "example_id", or its number. The epoch comes with the index, as [`KeyedSampler`] gives it: a worker
-    process has no epoch of its own.
+    The id is the row's "example_id", or its number. The epoch comes with the index, as [`KeyedSampler`] gives it: a
+    worker process has no epoch of its own.
 
     Args:
         rows: dicts as [`example_from`] reads them. max_length (`int`): longer chats are cut.
@@ -135,8 +138,9 @@ class ChatDataset(Dataset):
         self.supervised = sum(x != -100 for e in self.examples for x in e["labels"])
         if self.supervised < 0.01 * self.tokens or not self.tokens:
             raise ValueError(
-                f"Only {self.supervised} of {self.tokens} tokens are supervised, so there is nothing to learn: look at the "
-                "rows with `hf-dspark data preview`, and store input_ids with prompt_len if the template hides the answers."
+                f"Only {self.supervised} of {self.tokens} tokens are supervised, so there is nothing to learn: look at "
+                "the rows with `hf-dspark data preview`, and store input_ids with prompt_len if the template hides the "
+                "answers."
             )
         self.max_length = max(len(e["input_ids"]) for e in self.examples)
 
@@ -159,7 +163,8 @@ class ChatDataset(Dataset):
         return len(self.examples)
 
     def __getitem__(self, index):
-        """Example `index` of epoch 0; or of another, for an index `(epoch, number)`; a blank one if its number is None."""
+        """Example `index` of epoch 0; or of another, for an index `(epoch, number)`; a blank one if its number is
+        None."""
         epoch, number = index if isinstance(index, tuple) else (0, index)
         return {**(BLANK if number is None else self.examples[number]), "epoch": epoch}
 
@@ -168,8 +173,8 @@ class ChatDataset(Dataset):
         return hashlib.sha256(json.dumps(self.examples).encode()).hexdigest()[:16]
 
     def unused_ids(self, tokenizer, vocab_size: int) -> list[int]:
-        """Ids that could fill a drafter's blocks: special tokens without a part in chats, then ids without a token, none of
-        which occurs in these examples."""
+        """Ids that could fill a drafter's blocks: special tokens without a part in chats, then ids without a token,
+        none of which occurs in these examples."""
         used = {i for e in self.examples for i in e["input_ids"]}
         names = "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id"
         used |= {getattr(tokenizer, name, None) for name in names}
@@ -182,7 +187,9 @@ class ChatDataset(Dataset):
         Raises:
             ValueError: it is missing, outside the vocabulary, or occurs in these examples; with ids to use instead.
         """
-        free = ", ".join(f"{i} ({tokenizer.convert_ids_to_tokens(i)})" for i in self.unused_ids(tokenizer, vocab_size)[:4])
+        free = ", ".join(
+            f"{i} ({tokenizer.convert_ids_to_tokens(i)})" for i in self.unused_ids(tokenizer, vocab_size)[:4]
+        )
         instead = f"unused ids of this tokenizer are {free}" if free else "this tokenizer has no unused special token"
         if mask_token_id is None:
             raise ValueError(
@@ -195,10 +202,14 @@ class ChatDataset(Dataset):
         count = sum(e["input_ids"].count(mask_token_id) for e in self.examples)
         if count:
             raise ValueError(
-                f"mask_token_id={mask_token_id} ({token}) occurs {count} times in the data, so the drafter couldn't tell "
-                f"a token to draft from text; {instead}."
+                f"mask_token_id={mask_token_id} ({token}) occurs {count} times in the data, so the drafter couldn't "
+                f"tell a token to draft from text; {instead}."
             )
-        if token is None or mask_token_id in tokenizer.all_special_ids or mask_token_id in tokenizer.added_tokens_decoder:
+        if (
+            token is None
+            or mask_token_id in tokenizer.all_special_ids
+            or mask_token_id in tokenizer.added_tokens_decoder
+        ):
             return None
         return f"mask_token_id={mask_token_id} is the ordinary token {token!r}, which other texts may hold; {instead}."
 
@@ -212,7 +223,8 @@ class ChatDataset(Dataset):
 
 
 def as_chats(data, tokenizer=None, max_length: int = 4096):
-    """`data` as a [`ChatDataset`]: itself, or any sized dataset of rows (a list, a `datasets.Dataset`); a dict of them too.
+    """`data` as a [`ChatDataset`]: itself, or any sized dataset of rows (a list, a `datasets.Dataset`); a dict of them
+    too.
 
     Raises:
         ValueError: `data` has no length.
@@ -223,8 +235,9 @@ def as_chats(data, tokenizer=None, max_length: int = 4096):
         return {name: as_chats(part, tokenizer, max_length) for name, part in data.items()}
     if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         raise ValueError(
-            f"{type(data).__name__} was given as a dataset, and it has no length, so an epoch's order can't be drawn from the "
-            "seed and a resumed run couldn't find its place: load the rows, and give ChatDataset(rows, tokenizer)."
+            f"{type(data).__name__} was given as a dataset, and it has no length, so an epoch's order can't be drawn "
+            "from the seed and a resumed run couldn't find its place: load the rows, and give ChatDataset(rows, "
+            "tokenizer)."
         )
     return ChatDataset((data[i] for i in range(len(data))), tokenizer, max_length)
 
@@ -232,13 +245,14 @@ def as_chats(data, tokenizer=None, max_length: int = 4096):
 class KeyedSampler(Sampler):
     """The order of an epoch, a function of (seed, epoch) alone, as indices `(epoch, number)`.
 
-    Blank examples fill up the last batches, which accelerate would else fill with examples of the epoch's beginning: a step
-    then holds the same examples for any number of processes.
+    Blank examples fill up the last batches, which accelerate would else fill with examples of the epoch's beginning: a
+    step then holds the same examples for any number of processes.
 
     Args:
         size (`int`): examples. group (`int`): examples of a micro-batch on all processes.
         seed (`int`, *optional*): of the order; None keeps that of the data.
-        epoch: a function that gives the epoch as an iteration begins. drop_last (`bool`): leave an incomplete group out.
+        epoch: a function that gives the epoch as an iteration begins. drop_last (`bool`): leave an incomplete group
+            out.
     """
 
     def __init__(self, size: int, group: int, seed: int | None = None, epoch=lambda: 0, drop_last: bool = False):
@@ -262,8 +276,8 @@ class BlockCollator:
     `length` tokens, first fit; documents never see each other, as position ids restart with each.
 
     Returns:
-        `dict`: "input_ids", "labels", "position_ids" [B, T]; "anchors" [B, N], -1 where there is none; "documents", a list of
-            (example id, row, first column, columns).
+        `dict`: "input_ids", "labels", "position_ids" [B, T]; "anchors" [B, N], -1 where there is none; "documents", a
+            list of (example id, row, first column, columns).
     """
 
     def __init__(self, num_anchors: int, seed: int = 0, pack: bool = False, length: int = 4096):

@@ -16,7 +16,8 @@ def estimate(trainer) -> str:
     """Parameters, memory, steps and minutes of `trainer`'s run in words; on a CPU also what would make it shorter.
 
     One micro-batch runs forward and backward. The time with fewer anchors is measured in the same way. The time with a
-    smaller draft vocabulary is computed: the losses are timed alone, and their share of a step shrinks with the vocabulary.
+    smaller draft vocabulary is computed: the losses are timed alone, and their share of a step shrinks with the
+        vocabulary.
     """
     args, examples = trainer.args, trainer.train_dataset
     count = min(args.per_device_train_batch_size, len(examples))

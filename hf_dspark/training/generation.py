@@ -1,4 +1,5 @@
-"""Training answers from the target itself: as tokens by generate(), or as text from a server with OpenAI's interface."""
+"""Training answers from the target itself: as tokens by generate(), or as text from a server with OpenAI's
+interface."""
 
 import json
 import urllib.request
@@ -21,7 +22,8 @@ class Request:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How answers are drawn. Prompt i takes `temperatures[i % len]`, so greedy (0) and sampled answers mix; no top-k or top-p.
+    """How answers are drawn. Prompt i takes `temperatures[i % len]`, so greedy (0) and sampled answers mix; no top-k or
+    top-p.
 
     `enable_thinking` goes to the chat template; None leaves the template's default.
     """
@@ -56,7 +58,8 @@ class GenerateAnswers:
         self.drafter, self.batch_size = drafter, batch_size
 
     def __call__(self, requests: Iterable[Request]) -> Iterator[dict]:
-        """A row per request: "input_ids", "prompt_len", "messages", "temperature", "finished" and where it came from."""
+        """A row per request: "input_ids", "prompt_len", "messages", "temperature", "finished" and where it came
+        from."""
         waiting: dict[float, list[Request]] = {}
         for request in requests:
             batch = waiting.setdefault(self.sampling.temperature(request), [])
@@ -106,14 +109,18 @@ class GenerateAnswers:
 
 
 class ServerAnswers:
-    """Answers of a model behind `{url}/chat/completions`; rows hold text, which training renders with the chat template.
+    """Answers of a model behind `{url}/chat/completions`; rows hold text, which training renders with the chat
+    template.
 
     Args:
-        url (`str`): base, e.g. "http://localhost:8000/v1". model (`str`): its name there. parallel (`int`): requests at once.
+        url (`str`): base, e.g. "http://localhost:8000/v1". model (`str`): its name there. parallel (`int`): requests at
+            once.
         key (`str`, *optional*): bearer token. timeout (`float`): seconds for an answer.
     """
 
-    def __init__(self, url: str, model: str, sampling: Sampling, parallel: int = 16, key: str | None = None, timeout=600.0):
+    def __init__(
+        self, url: str, model: str, sampling: Sampling, parallel: int = 16, key: str | None = None, timeout=600.0
+    ):
         self.url, self.model, self.sampling = url.rstrip("/") + "/chat/completions", model, sampling
         self.parallel, self.key, self.timeout = parallel, key, timeout
 
@@ -136,4 +143,6 @@ class ServerAnswers:
         call = urllib.request.Request(self.url, json.dumps(body).encode(), headers)
         with urllib.request.urlopen(call, timeout=self.timeout) as answer:
             choice = json.load(answer)["choices"][0]
-        return _row(request, self.sampling, choice["message"]["content"], finished=choice.get("finish_reason") == "stop")
+        return _row(
+            request, self.sampling, choice["message"]["content"], finished=choice.get("finish_reason") == "stop"
+        )

@@ -30,7 +30,8 @@ def new_drafter(target, mask_token_id: int, draft_ids: torch.Tensor | None = Non
 
 
 def new_eagle3(target, draft_ids: torch.Tensor | None = None, **options) -> Eagle3Drafter:
-    """[`new_drafter`] for an [`Eagle3Drafter`]: `options` are fields of [`Eagle3Config`], `chain_length` the steps trained."""
+    """[`new_drafter`] for an [`Eagle3Drafter`]: `options` are fields of [`Eagle3Config`], `chain_length` the steps
+    trained."""
     return _bound(Eagle3Drafter(Eagle3Config(**{**_sizes(target, draft_ids), **options})), target, draft_ids)
 
 
@@ -66,8 +67,9 @@ def _bound(drafter, target, draft_ids):
 def init_from_target(drafter: DSparkDrafter, target) -> list[str]:
     """Start the drafter's layers from the target's last ones, wherever shapes allow; return what was taken.
 
-    The context starts as the last tap alone, normed as the input of the first copied layer is, so that its keys and values
-    are close to what that layer sees in the target. Query and key norms the target lacks take the heads' typical size.
+    The context starts as the last tap alone, normed as the input of the first copied layer is, so that its keys and
+    values are close to what that layer sees in the target. Query and key norms the target lacks take the heads' typical
+    size.
     """
     layers, ours = decoder_layers(target), drafter.layers
     taken = []
@@ -86,7 +88,11 @@ def init_from_target(drafter: DSparkDrafter, target) -> list[str]:
     decoder = target.get_decoder()
     take("norm.weight", drafter.norm.weight, getattr(getattr(decoder, "norm", None), "weight", None))
     first = layers[len(layers) - len(ours)]
-    take("hidden_norm.weight", drafter.hidden_norm.weight, getattr(getattr(first, "input_layernorm", None), "weight", None))
+    take(
+        "hidden_norm.weight",
+        drafter.hidden_norm.weight,
+        getattr(getattr(first, "input_layernorm", None), "weight", None),
+    )
     if drafter.config.hidden_size == drafter.config.target_hidden_size:
         size = drafter.config.hidden_size
         drafter.fc.weight[:, -size:] += torch.eye(size, device=drafter.device, dtype=drafter.dtype)
@@ -97,7 +103,10 @@ def init_from_target(drafter: DSparkDrafter, target) -> list[str]:
 def _typical_norms(layer) -> None:
     """Let query and key norms keep the size heads have for an input of independent unit entries."""
     scale = layer.input_layernorm.weight
-    for norm, proj in ((layer.self_attn.q_norm, layer.self_attn.q_proj), (layer.self_attn.k_norm, layer.self_attn.k_proj)):
+    for norm, proj in (
+        (layer.self_attn.q_norm, layer.self_attn.q_proj),
+        (layer.self_attn.k_norm, layer.self_attn.k_proj),
+    ):
         if hasattr(norm, "weight"):
             norm.weight.fill_((proj.weight * scale).pow(2).sum(1).mean().sqrt())
 
@@ -116,6 +125,8 @@ def init_from_drafter(drafter, other) -> list[str]:
         kept |= PER_DRAFTED_ID
     fits = {n: t for n, t in theirs.items() if n in mine and mine[n].shape == t.shape and n not in kept}
     if not fits:
-        raise ValueError("init_from names a drafter none of whose tensors fits this one: match its sizes, or drop init_from.")
+        raise ValueError(
+            "init_from names a drafter none of whose tensors fits this one: match its sizes, or drop init_from."
+        )
     drafter.load_state_dict(fits, strict=False)
     return sorted(fits)

@@ -1,4 +1,5 @@
-"""The losses of drafted blocks and chains, as sums and counts: whoever knows all micro-batches and processes divides."""
+"""The losses of drafted blocks and chains, as sums and counts: whoever knows all micro-batches and processes
+divides."""
 
 from dataclasses import dataclass
 
@@ -13,12 +14,12 @@ from .anchors import block_weights
 class Objective:
     """What is minimised: ce * CE + distill * ((1 - r) * KL + r * TV) + confidence * BCE (DSpark, section 3.4).
 
-    CE is that of the true token, KL = sum p log(p/q) over the draft vocabulary, TV = |q - p|_1 over the target's (0..2).
-    r runs from 0 to 1 over the first `kl_until` of the training: forward KL learns fast while q is far from p, TV is what
-    acceptance is. `kl_until=0` is TV from the start, as published. The confidence is trained on 1 - TV / 2.
+    CE is that of the true token, KL = sum p log(p/q) over the draft vocabulary, TV = |q - p|_1 over the target's
+    (0..2). r runs from 0 to 1 over the first `kl_until` of the training: forward KL learns fast while q is far from p,
+    TV is what acceptance is. `kl_until=0` is TV from the start, as published. The confidence is trained on 1 - TV / 2.
 
-    With `base_until > 0` all but the confidence's term is (1 - b) times that of the corrected logits plus b times that of
-    the base logits, b falling from 1 to 0 over the first `base_until` of the training (Domino, arXiv 2605.29707).
+    With `base_until > 0` all but the confidence's term is (1 - b) times that of the corrected logits plus b times that
+    of the base logits, b falling from 1 to 0 over the first `base_until` of the training (Domino, arXiv 2605.29707).
     """
 
     ce: float = 0.1
@@ -69,17 +70,19 @@ class Blocks:
 
 
 def block_losses(drafter, target_logits, blocks: Blocks, objective: Objective, progress: float, chunk: int) -> dict:
-    """Sums over `blocks`; divide those of losses by "weight", "accepted" by "supervised", "tau" and "greedy_tau" by "blocks".
+    """Sums over `blocks`; divide those of losses by "weight", "accepted" by "supervised", "tau" and "greedy_tau" by
+    "blocks".
 
     Args:
         drafter: gives `block_logits`, `draft_labels`.
         target_logits: maps target states [..., Dt] to logits [..., Vd] of the drafted ids.
         progress (`float`): 0..1, share of the training done.
-        chunk (`int`): blocks whose logits exist at once; with more blocks, logits are computed again in the backward pass.
+        chunk (`int`): blocks whose logits exist at once; with more blocks, logits are computed again in the backward
+            pass.
 
     Returns:
-        `dict[str, torch.Tensor]`: "loss" (with gradient), "ce", "kl", "tv", "confidence", "confidence_error", "weight" [],
-        "accepted" and "supervised" [K], "tau", "greedy_tau", "blocks" [].
+        `dict[str, torch.Tensor]`: "loss" (with gradient), "ce", "kl", "tv", "confidence", "confidence_error", "weight"
+        [], "accepted" and "supervised" [K], "tau", "greedy_tau", "blocks" [].
     """
 
     def sums(part: Blocks):
@@ -101,8 +104,8 @@ def _dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 class Divergences(torch.autograd.Function):
     """CE, KL and TV [...] of draft logits [..., Vd] against the target's, with gradients written out.
 
-    Plain autograd makes twice as many passes over tensors of the vocabulary's size, which is where the time goes. With q =
-    softmax(logits), p = exp(target_logits - log_normalizer), P = sum p, s = [q < p]: TV = 2 - 2 sum min(p, q), and
+    Plain autograd makes twice as many passes over tensors of the vocabulary's size, which is where the time goes. With
+    q = softmax(logits), p = exp(target_logits - log_normalizer), P = sum p, s = [q < p]: TV = 2 - 2 sum min(p, q), and
     d CE = q - onehot, d KL = P q - p, d TV = 2 q (sum(q s) - s).
     """
 

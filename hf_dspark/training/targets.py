@@ -1,4 +1,5 @@
-"""What training reads from the frozen target: features, final states and their normaliser, computed online or cached."""
+"""What training reads from the frozen target: features, final states and their normaliser, computed online or
+cached."""
 
 import json
 import os
@@ -51,8 +52,8 @@ class FrozenTarget:
         ours = self.logits(self.model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state).float()
         if not torch.allclose(ours, theirs, rtol=0.02, atol=0.02 * float(theirs.abs().max())):
             raise ValueError(
-                f"The logits of {type(self.model).__name__} aren't its output head on its last states, so the loss can't "
-                "compute them in chunks: use a target without a transformation between the two."
+                f"The logits of {type(self.model).__name__} aren't its output head on its last states, so the loss "
+                "can't compute them in chunks: use a target without a transformation between the two."
             )
 
     def _capped(self, logits):
@@ -101,8 +102,8 @@ class FrozenTarget:
         exact = self.model.dtype in (torch.float32, torch.float64)
         if not (behind - alone).norm() <= (1e-3 if exact else 0.1) * alone.norm():
             raise ValueError(
-                f"pack=True, and {type(self.model).__name__} lets a document see the one before it in its row (its states "
-                "change with it), so the drafter would learn from contexts that never occur: set pack=False."
+                f"pack=True, and {type(self.model).__name__} lets a document see the one before it in its row (its "
+                "states change with it), so the drafter would learn from contexts that never occur: set pack=False."
             )
 
     @torch.no_grad()
@@ -126,8 +127,8 @@ class FrozenTarget:
 class FeatureCache:
     """Target outputs on disk, one safetensors file per example, so that later epochs skip the target.
 
-    Nothing is written past `limit_gb`: what doesn't fit is computed each time. The folder remembers which target, taps and
-    data it was filled with.
+    Nothing is written past `limit_gb`: what doesn't fit is computed each time. The folder remembers which target, taps
+    and data it was filled with.
 
     Raises:
         ValueError: when the folder was filled with something else.
@@ -141,8 +142,8 @@ class FeatureCache:
         note = self.folder / "cache.json"
         if note.exists() and (found := json.loads(note.read_text())) != facts:
             raise ValueError(
-                f"The feature cache {self.folder} holds {found}, and this run needs {facts}: give another feature_cache "
-                "folder, or delete this one."
+                f"The feature cache {self.folder} holds {found}, and this run needs {facts}: give another "
+                "feature_cache folder, or delete this one."
             )
         note.write_text(json.dumps(facts))
         self.used = sum(f.stat().st_size for f in self.folder.glob("*.safetensors"))

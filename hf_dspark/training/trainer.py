@@ -1,4 +1,5 @@
-"""`DrafterTrainer`: the frozen target inside the step, drafters' losses over whole optimizer steps, metrics that matter."""
+"""`DrafterTrainer`: the frozen target inside the step, drafters' losses over whole optimizer steps, metrics that
+matter."""
 
 import os
 from collections import defaultdict
@@ -29,7 +30,9 @@ class DrafterGroup(nn.Module):
         super().__init__()
         taps = {name: d.config.target_layer_ids for name, d in drafters.items()}
         if len(set(map(tuple, taps.values()))) != 1:
-            raise ValueError(f"Drafters trained together share the target's features, and these tap {taps}: use equal taps.")
+            raise ValueError(
+                f"Drafters trained together share the target's features, and these tap {taps}: use equal taps."
+            )
         self.drafters = nn.ModuleDict(drafters)
 
     def forward(self, **inputs):
@@ -56,30 +59,32 @@ def finished_state(checkpoint, args) -> TrainerState | None:
 
 
 class DrafterTrainer(Trainer):
-    """Trains a [`DSparkDrafter`] (any correction head), an [`Eagle3Drafter`] or an [`MTPDrafter`], or several in a dict,
-    against a frozen target.
+    """Trains a [`DSparkDrafter`] (any correction head), an [`Eagle3Drafter`] or an [`MTPDrafter`], or several in a
+    dict, against a frozen target.
 
-    A step runs the target without gradient, all blocks of all stages in one packed forward each (for recursive drafters the
-    chains of the same anchors, step by step), and the losses in chunks.
-    Losses are sums, divided by the weights of the whole optimizer step over micro-batches and processes, so how a batch is
-    cut up changes nothing. Beside transformers' own, the log has per draft position "accept_rate@k" and "tau", the tokens a
-    round would emit (bonus included), teacher-forced at temperature 1; "greedy_tau" the same for argmax drafts; and for
-    chains of stages "loop_accept_rate@k" and "loop_tau" of the last stage.
+    A step runs the target without gradient, all blocks of all stages in one packed forward each (for recursive drafters
+    the chains of the same anchors, step by step), and the losses in chunks.
+    Losses are sums, divided by the weights of the whole optimizer step over micro-batches and processes, so how a batch
+    is cut up changes nothing. Beside transformers' own, the log has per draft position "accept_rate@k" and "tau", the
+    tokens a round would emit (bonus included), teacher-forced at temperature 1; "greedy_tau" the same for argmax
+    drafts; and for chains of stages "loop_accept_rate@k" and "loop_tau" of the last stage.
 
     Args:
         model: a drafter, or `{name: drafter}`; bound to `target` here.
         args ([`DrafterTrainingArguments`]).
         target: the target model, on the device it shall run on; it never enters checkpoints, optimizer or wrappers.
-        train_dataset, eval_dataset ([`ChatDataset`]): or rows as it reads them, in a list or a `datasets.Dataset`; those that
-            hold messages need the tokenizer as `processing_class`.
+        train_dataset, eval_dataset ([`ChatDataset`]): or rows as it reads them, in a list or a `datasets.Dataset`;
+            those that hold messages need the tokenizer as `processing_class`.
         decode_check (callable, *optional*): drafter -> metrics, run at each evaluation; see [`DecodeCheck`].
 
     Raises:
-        ValueError: for sizes that don't fit the target, packing with a target that doesn't keep documents apart, a dataset
-            without a length, and arguments of transformers that can't be honoured (see `accepted.py`).
+        ValueError: for sizes that don't fit the target, packing with a target that doesn't keep documents apart, a
+            dataset without a length, and arguments of transformers that can't be honoured (see `accepted.py`).
     """
 
-    def __init__(self, model, args: DrafterTrainingArguments, target, train_dataset=None, *, decode_check=None, **kwargs):
+    def __init__(
+        self, model, args: DrafterTrainingArguments, target, train_dataset=None, *, decode_check=None, **kwargs
+    ):
         named = model if isinstance(model, dict) else {"": model}
         for drafter in named.values():
             drafter.bind(target)
@@ -140,10 +145,14 @@ class DrafterTrainer(Trainer):
         if resume_from_checkpoint is True:
             resume_from_checkpoint = get_last_checkpoint(self.args.output_dir)
             if resume_from_checkpoint is None:
-                raise ValueError(f"There is no checkpoint in {self.args.output_dir} to continue from: train without resuming.")
+                raise ValueError(
+                    f"There is no checkpoint in {self.args.output_dir} to continue from: train without resuming."
+                )
         state = finished_state(resume_from_checkpoint, self.args) if resume_from_checkpoint else None
         if state is not None:
-            logger.warning(f"{resume_from_checkpoint} is the end of its run, so nothing is trained: ask for more steps.")
+            logger.warning(
+                f"{resume_from_checkpoint} is the end of its run, so nothing is trained: ask for more steps."
+            )
             self._load_from_checkpoint(resume_from_checkpoint)
             self.state = state
             return TrainOutput(state.global_step, 0.0, {"train_runtime": 0.0})

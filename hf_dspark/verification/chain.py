@@ -1,9 +1,9 @@
 """Which drafts of a chain are accepted, and the token after them. Every verifier gives exactly the target's law.
 
-Each has two forms of the same verdict. The lazy one asks for scores position by position, because the user's processors hang
-on them: `scores_at(i, rows)` gives the target's processed scores [R, V] at draft position i for those rows. It is called once
-per row and position, in order, and not past a row's first rejection ("block" needs them all). The dense one takes the scores
-of all positions and computes on their device without waiting for it.
+Each has two forms of the same verdict. The lazy one asks for scores position by position, because the user's processors
+hang on them: `scores_at(i, rows)` gives the target's processed scores [R, V] at draft position i for those rows. It is
+called once per row and position, in order, and not past a row's first rejection ("block" needs them all). The dense one
+takes the scores of all positions and computes on their device without waiting for it.
 
 A row that meets a position without any possible token ends there, with `possible` False: there is nothing to draw.
 """
@@ -24,7 +24,8 @@ class Verdict:
         accepted ([A], int64): accepted drafts.
         next_token ([A], int64): the target's token after them.
         possible ([A], bool): whether that token could be drawn; None for greedy verdicts, which need no law.
-        path ([A, D], int64): the accepted drafts' places in a tree, from the root; None for a chain, where they are the first.
+        path ([A, D], int64): the accepted drafts' places in a tree, from the root; None for a chain, where they are the
+            first.
     """
 
     accepted: torch.Tensor
@@ -70,8 +71,8 @@ def usable(values: torch.Tensor) -> torch.Tensor:
 
 
 def acceptance(p: torch.Tensor, q: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:
-    """Probability [...] of accepting `tokens` [...] under p and q [..., V]: min(1, p/q). `q=None` is a deterministic draft
-    (one-hot), accepted with p."""
+    """Probability [...] of accepting `tokens` [...] under p and q [..., V]: min(1, p/q). `q=None` is a deterministic
+    draft (one-hot), accepted with p."""
     p = p.gather(-1, tokens[..., None])[..., 0]
     if q is None:
         return p
@@ -88,11 +89,13 @@ def residual(p: torch.Tensor, q: torch.Tensor | None, tokens: torch.Tensor) -> t
     return torch.where(mass.sum(-1, keepdim=True) > 0, mass, p)
 
 
-def block_survival(p: torch.Tensor, q: torch.Tensor, tokens: torch.Tensor, lengths=None) -> tuple[torch.Tensor, torch.Tensor]:
+def block_survival(
+    p: torch.Tensor, q: torch.Tensor, tokens: torch.Tensor, lengths=None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Block verification's r_0..r_L [..., L+1] and acceptance thresholds h_1..h_L [..., L] (arXiv 2403.10444).
 
-    `p` [..., L+1, V], `q` [..., L, V], `tokens` [..., L], `lengths` [...] drafts of each row (None: all L). The verdict is the
-    largest i with u_i <= h_i, u independent uniforms; r and h behind a row's length mean nothing.
+    `p` [..., L+1, V], `q` [..., L, V], `tokens` [..., L], `lengths` [...] drafts of each row (None: all L). The verdict
+    is the largest i with u_i <= h_i, u independent uniforms; r and h behind a row's length mean nothing.
     """
     L = tokens.shape[-1]
     p_x, q_x = (law[..., :L, :].gather(-1, tokens[..., None])[..., 0] for law in (p, q))
@@ -112,7 +115,8 @@ def block_survival(p: torch.Tensor, q: torch.Tensor, tokens: torch.Tensor, lengt
 
 
 def _block_residual(survival, p, q) -> torch.Tensor:
-    """Mass [R, V] behind the accepted drafts: max(r p - q, 0) of survivals [R], or p where rounding left nothing of it."""
+    """Mass [R, V] behind the accepted drafts: max(r p - q, 0) of survivals [R], or p where rounding left nothing of
+    it."""
     mass = (survival[:, None] * p - q).clamp_min(0.0)
     return torch.where(mass.sum(-1, keepdim=True) > 0, mass, p)
 
@@ -124,7 +128,8 @@ def _one_hot(tokens: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 # ---------------------------------------------------------------------- dense forms
 
-# scores [A, L+1, V]; tokens [A, L] and q [A, L, V] (None: deterministic drafts), or longer; lengths [A] on the same device.
+# scores [A, L+1, V]; tokens [A, L] and q [A, L, V] (None: deterministic drafts), or longer; lengths [A] on the same
+# device.
 
 
 def match_all(scores: torch.Tensor, tokens: torch.Tensor, q, lengths: torch.Tensor, noise: Noise | None) -> Verdict:
@@ -181,7 +186,8 @@ def _places(scores: torch.Tensor) -> torch.Tensor:
 
 
 def _cut(lengths: torch.Tensor, able: torch.Tensor) -> torch.Tensor:
-    """`lengths` [A] up to the first position that has no law by `able` [A, L+1]: a prefix decides it, not the draft there."""
+    """`lengths` [A] up to the first position that has no law by `able` [A, L+1]: a prefix decides it, not the draft
+    there."""
     return lengths.minimum(able.long().cumprod(1).sum(1))
 
 
@@ -196,8 +202,8 @@ def _at(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
 def verify_match(scores_at: Callable, tokens: torch.Tensor, q, lengths: list[int], noise: Noise | None) -> Verdict:
     """Draw the target's token and accept while it equals the draft. Greedy when `noise` is None.
 
-    Exact for any drafts and any length rule, because the drafts never enter the draw. `tokens` [A, L], `lengths` [A]; `q`
-    isn't read.
+    Exact for any drafts and any length rule, because the drafts never enter the draw. `tokens` [A, L], `lengths` [A];
+    `q` isn't read.
     """
     rows, tally = list(range(len(lengths))), _Tally(tokens)
     for i in range(max(lengths, default=0) + 1):
@@ -216,7 +222,8 @@ def verify_match(scores_at: Callable, tokens: torch.Tensor, q, lengths: list[int
 
 
 def verify_ratio(scores_at: Callable, tokens, q: torch.Tensor | None, lengths: list[int], noise: Noise) -> Verdict:
-    """Speculative sampling (arXiv 2211.17192): accept with min(1, p/q), replace the first rejected draft from the residual.
+    """Speculative sampling (arXiv 2211.17192): accept with min(1, p/q), replace the first rejected draft from the
+    residual.
 
     `tokens` [A, L]; `q` [A, L, V] the very distributions they were drawn from, or None for deterministic drafts.
     """
@@ -246,7 +253,8 @@ def verify_ratio(scores_at: Callable, tokens, q: torch.Tensor | None, lengths: l
 
 
 def verify_block(scores_at: Callable, tokens, q: torch.Tensor | None, lengths: list[int], noise: Noise) -> Verdict:
-    """Block verification (arXiv 2403.10444): judge the chain as a whole; never accepts less than `verify_ratio` in expectation.
+    """Block verification (arXiv 2403.10444): judge the chain as a whole; never accepts less than `verify_ratio` in
+    expectation.
 
     Arguments as in [`verify_ratio`].
     """

@@ -1,12 +1,13 @@
 """Counter-based noise: a hash of (seed, stream, index of the generated token, domain, round), the same on CPU and CUDA.
 
-No generator state exists, so a token's noise doesn't depend on batch, drafts or what was rejected before it. The domains
-keep the target's draw, the drafter's draw, the acceptance coin and the residual draw independent of each other. The target's
-noise is keyed by the token alone. The rest is keyed by the round too: a token can be drafted again in a later round, and if it
-met its old noise there, whatever was learnt from the old draft (a gate, a length rule) would foresee the new one.
+No generator state exists, so a token's noise doesn't depend on batch, drafts or what was rejected before it. The
+domains keep the target's draw, the drafter's draw, the acceptance coin and the residual draw independent of each other.
+The target's noise is keyed by the token alone. The rest is keyed by the round too: a token can be drafted again in a
+later round, and if it met its old noise there, whatever was learnt from the old draft (a gate, a length rule) would
+foresee the new one.
 
-The hash runs on int64 tensors where the scores are, and nothing here waits for a device. Devices without float64 (MPS) get
-the same hash, but fewer bits of it in float32: their draws follow the same law, and are not those of CPU and CUDA.
+The hash runs on int64 tensors where the scores are, and nothing here waits for a device. Devices without float64 (MPS)
+get the same hash, but fewer bits of it in float32: their draws follow the same law, and are not those of CPU and CUDA.
 """
 
 from dataclasses import dataclass, field
@@ -24,8 +25,8 @@ def _signed(x: int) -> int:
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
-    """SplitMix64's output function on int64, whose products wrap; masks make the shifts logical. In place where it can be:
-    a vocabulary of noise is large, and fresh memory is what it costs most."""
+    """SplitMix64's output function on int64, whose products wrap; masks make the shifts logical. In place where it can
+    be: a vocabulary of noise is large, and fresh memory is what it costs most."""
 
     def shift(n):
         return (x >> n).bitwise_and_((1 << (64 - n)) - 1)
@@ -82,7 +83,8 @@ def _integers(values, device) -> torch.Tensor:
 
 
 def perturbed(scores: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Scores [..., V] plus standard Gumbel noise made of `uniform` [..., V], float32: their argmax is a draw from softmax."""
+    """Scores [..., V] plus standard Gumbel noise made of `uniform` [..., V], float32: their argmax is a draw from
+    softmax."""
     gumbel = uniform.log().neg_().log_().neg_()
     return gumbel.add_(scores.to(gumbel.dtype) - scores.amax(-1, keepdim=True)).float()
 
@@ -98,7 +100,8 @@ def keyed_scores(scores: torch.Tensor, seed: int, streams, indices, domain: str,
 
 
 def possible(scores: torch.Tensor) -> torch.Tensor:
-    """Whether scores (or probabilities) [..., V] are a law to draw from, bool [...]: no nan, no inf, something above -inf."""
+    """Whether scores (or probabilities) [..., V] are a law to draw from, bool [...]: no nan, no inf, something above
+    -inf."""
     return scores.amax(-1).isfinite()
 
 
@@ -111,8 +114,8 @@ def check_possible(rows: list[bool]) -> None:
     bad = [r for r, able in enumerate(rows) if not able]
     if bad:
         error = ValueError(
-            "The logits processors left no token possible (every score of a row is -inf, or one is nan): a sampled token "
-            "needs at least one finite score. Loosen the constraint that forbids everything."
+            "The logits processors left no token possible (every score of a row is -inf, or one is nan): a sampled "
+            "token needs at least one finite score. Loosen the constraint that forbids everything."
         )
         error.rows = bad
         raise error
@@ -122,12 +125,13 @@ def check_possible(rows: list[bool]) -> None:
 class Noise:
     """Keyed noise of the active rows in one round.
 
-    In every method `rows` picks R of the active rows (a list, a tensor, or None for all), and `i` is the draft position: an
-    int, or a tensor below `width` of shape [R] (a position per row) or [1 or R, N] (N positions per row).
+    In every method `rows` picks R of the active rows (a list, a tensor, or None for all), and `i` is the draft
+    position: an int, or a tensor below `width` of shape [R] (a position per row) or [1 or R, N] (N positions per row).
 
     Args:
         seed (`int`): the key.
-        streams ([A], int64): the rows' noise streams. Lists are taken; tensors on the device of the scores spare a copy.
+        streams ([A], int64): the rows' noise streams. Lists are taken; tensors on the device of the scores spare a
+            copy.
         indices ([A], int64): the generated-token index at draft position 0, which also tells rounds apart.
         width (`int`, defaults to 32): draft positions that keys are made for at once.
     """
@@ -153,7 +157,8 @@ class Noise:
             self._tables.clear()
 
     def _table(self, device) -> torch.Tensor:
-        """Keys [4, A, width] of all domains and positions: hashing takes some forty small kernels, so once per round."""
+        """Keys [4, A, width] of all domains and positions: hashing takes some forty small kernels, so once per
+        round."""
         if device not in self._tables:
             streams, start = self.streams.to(device)[:, None], self.indices.to(device)[:, None]
             domains = torch.arange(len(DOMAINS), device=device)[:, None, None]

@@ -1,12 +1,12 @@
 """Logits to scores: the only place where a target's or drafter's logits meet the user's processors.
 
-Scores are float32, temperature and warpers included; a distribution is `softmax(scores)`. Transformers' own processors run row
-by row on the row's own unpadded prefix, so a padded row gets what it would get alone.
+Scores are float32, temperature and warpers included; a distribution is `softmax(scores)`. Transformers' own processors
+run row by row on the row's own unpadded prefix, so a padded row gets what it would get alone.
 
-The user's own processors are shown what plain generation shows them: the row's columns, pads included, and of accepted text
-only, every prefix once and in order. Where that can't be had (several rows, verification that asks about rejected drafts) they
-are refused, unless they declare `row_wise = True`: "I treat each row by its own tokens alone and keep no state between calls".
-Those are called row by row, about drafts too, any number of times.
+The user's own processors are shown what plain generation shows them: the row's columns, pads included, and of accepted
+text only, every prefix once and in order. Where that can't be had (several rows, verification that asks about rejected
+drafts) they are refused, unless they declare `row_wise = True`: "I treat each row by its own tokens alone and keep no
+state between calls". Those are called row by row, about drafts too, any number of times.
 """
 
 import copy
@@ -33,7 +33,8 @@ PREFIX_FREE = (
     lp.LogitNormalization,
     lp.InfNanRemoveLogitsProcessor,
 )
-# They run the target on a cache of their own, or carry a running state: a rejected draft can't be taken back out of them.
+# They run the target on a cache of their own, or carry a running state: a rejected draft can't be taken back out of
+# them.
 STATEFUL = tuple(
     getattr(lp, name)
     for name in (
@@ -82,13 +83,13 @@ class KeyedNoise(LogitsProcessor):
 def keyed_processors(generation_config, seed: int, prompt_length: int) -> LogitsProcessorList:
     """Processors that sample with keyed random numbers: the warpers of `generation_config`, then the noise.
 
-    `target.generate(**inputs, do_sample=False, logits_processor=keyed_processors(config, seed, prompt_length))` samples with
-    the noise that `verification="match"` and `SpeculationConfig(seed=seed)` use: token for token the same text, with a
-    drafter or without, in this library's loop or transformers' own.
+    `target.generate(**inputs, do_sample=False, logits_processor=keyed_processors(config, seed, prompt_length))` samples
+    with the noise that `verification="match"` and `SpeculationConfig(seed=seed)` use: token for token the same text,
+    with a drafter or without, in this library's loop or transformers' own.
 
     Args:
-        generation_config (`GenerationConfig`): read for temperature, top_k, top_p and the other warpers. What it leaves open
-            is what `generate(do_sample=True)` would use (`top_k=50`).
+        generation_config (`GenerationConfig`): read for temperature, top_k, top_p and the other warpers. What it leaves
+            open is what `generate(do_sample=True)` would use (`top_k=50`).
         seed (`int`): the key.
         prompt_length (`int`): `input_ids.shape[1]` of the call, padding included.
 
@@ -156,26 +157,26 @@ def check_own(processors, rows: int, lazy: bool) -> None:
             continue
         name = getattr(own, "__name__", type(own).__name__)
         declare = (
-            "If it treats each row by its own tokens alone and keeps no state between calls, declare that by row_wise = True "
-            "on its class (or function)"
+            "If it treats each row by its own tokens alone and keeps no state between calls, declare that by row_wise "
+            "= True on its class (or function)"
         )
         if rows > 1 and own is p:
             raise ValueError(
-                f"{name} is a logits processor of your own, given for {rows} rows: plain generation shows it all rows in one "
-                "call, and rows with drafts advance by different numbers of tokens. "
+                f"{name} is a logits processor of your own, given for {rows} rows: plain generation shows it all rows "
+                "in one call, and rows with drafts advance by different numbers of tokens. "
                 f"{declare}, or generate one row at a time."
             )
         if not lazy:
             raise ValueError(
-                f"{name} is a logits processor or constraint of your own, and verification='block' and engine='stock' ask "
-                f"about drafts that are rejected afterwards, which plain generation never shows it. {declare}, or set "
-                "verification='ratio' or 'match' and engine='own'."
+                f"{name} is a logits processor or constraint of your own, and verification='block' and engine='stock' "
+                f"ask about drafts that are rejected afterwards, which plain generation never shows it. {declare}, or "
+                "set verification='ratio' or 'match' and engine='own'."
             )
 
 
 def for_row(processor, row: int, columns: torch.Tensor, prompt: torch.Tensor, keep_min_length: bool):
-    """The processor that batch-1 generation of this row's `prompt` [n] would have: lengths without the pads that are among its
-    `columns` [T]. The user's own code is shown the columns."""
+    """The processor that batch-1 generation of this row's `prompt` [n] would have: lengths without the pads that are
+    among its `columns` [T]. The user's own code is shown the columns."""
     pads = len(columns) - len(prompt)
     if users_own(processor) is processor:
         return AsShown(processor, columns, prompt)
@@ -223,8 +224,9 @@ class Scorer:
         bad = [type(p).__name__ for p in processors if isinstance(p, STATEFUL)]
         if bad:
             raise ValueError(
-                f"{', '.join(bad)} keeps a state of its own between calls, and a rejected draft can't be taken back out of it: "
-                "call generate without assistant_model for this option (guidance_scale, watermarking), or drop the processor."
+                f"{', '.join(bad)} keeps a state of its own between calls, and a rejected draft can't be taken back "
+                "out of it: call generate without assistant_model for this option (guidance_scale, watermarking), or "
+                "drop the processor."
             )
         check_own(processors, len(prompts), lazy)
         own = [users_own(p) for p in processors]
@@ -245,10 +247,13 @@ class Scorer:
             return scores
         if self.prefix_free:
             return self.shared(None, scores)
-        return torch.cat([processors[r](prefix, scores[i : i + 1]) for i, (r, prefix) in enumerate(zip(rows, prefixes))])
+        return torch.cat(
+            [processors[r](prefix, scores[i : i + 1]) for i, (r, prefix) in enumerate(zip(rows, prefixes))]
+        )
 
     def target_scores(self, rows: list[int], prefixes, logits: torch.Tensor) -> torch.Tensor:
-        """Processed scores [R, V] of target logits [R, V]; `rows` are output rows, `prefixes` their token ids [1, n]."""
+        """Processed scores [R, V] of target logits [R, V]; `rows` are output rows, `prefixes` their token ids [1,
+        n]."""
         return self._apply(self.target, rows, prefixes, logits)
 
     def draft_scores(self, rows: list[int], prefixes, logits: torch.Tensor) -> torch.Tensor:

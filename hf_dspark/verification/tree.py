@@ -1,15 +1,16 @@
 """Which path of a draft tree is accepted, and the token after it. Every verifier gives exactly the target's law.
 
-A tree is `tokens` [A, N] and `parents` [A, N] (host; -1 is the anchor, a parent comes before its children, and no two children
-of a node have one token), of which `lengths[r]` nodes count in row r. Where the anchor takes part it is node -1, or entry 0 of
-N + 1. Siblings stand in the order in which they were drawn. `q` [A, N, V] has the law each node was drawn from, the same for
-siblings, or is None for nodes that no draw decided.
+A tree is `tokens` [A, N] and `parents` [A, N] (host; -1 is the anchor, a parent comes before its children, and no two
+children of a node have one token), of which `lengths[r]` nodes count in row r. Where the anchor takes part it is node
+-1, or entry 0 of N + 1. Siblings stand in the order in which they were drawn. `q` [A, N, V] has the law each node was
+drawn from, the same for siblings, or is None for nodes that no draw decided.
 
-As for chains there are two forms of each verdict. The lazy one asks for scores on the way, because the user's processors hang
-on them: `scores_at(nodes, rows)` gives the target's processed scores [R, V] behind node `nodes[j]` of row `rows[j]`. It is
-called once for each row and node of the accepted path, in order, and for no other node. The dense one takes the scores of the
-anchor and all nodes [A, N + 1, V] and computes on their device without waiting for it. A row that meets a node without any
-possible token ends there, with `possible` False. The verdict's `path` has the accepted nodes and then -1.
+As for chains there are two forms of each verdict. The lazy one asks for scores on the way, because the user's
+processors hang on them: `scores_at(nodes, rows)` gives the target's processed scores [R, V] behind node `nodes[j]` of
+row `rows[j]`. It is called once for each row and node of the accepted path, in order, and for no other node. The dense
+one takes the scores of the anchor and all nodes [A, N + 1, V] and computes on their device without waiting for it. A
+row that meets a node without any possible token ends there, with `possible` False. The verdict's `path` has the
+accepted nodes and then -1.
 """
 
 from collections.abc import Callable
@@ -23,7 +24,8 @@ from .noise import DOMAINS, Noise, possible, uniforms
 
 @dataclass
 class TreeNoise(Noise):
-    """[`Noise`] that also tells siblings and cousins apart. `slot` is a node's number among them; slot 0 is a chain's noise."""
+    """[`Noise`] that also tells siblings and cousins apart. `slot` is a node's number among them; slot 0 is a chain's
+    noise."""
 
     slot: int = 0
     _siblings: dict = field(default_factory=dict, repr=False, compare=False)
@@ -43,8 +45,8 @@ class TreeNoise(Noise):
     def children(self, log_q: torch.Tensor, row: int, i: int, count: int) -> torch.Tensor:
         """`count` children [F, count] of each of row `row`'s F nodes before position i, drawn without replacement.
 
-        `log_q` [F, V] may be unnormalised. Taking the `count` largest of log q plus Gumbel noise, in order, is drawing one
-        after the other without replacement (arXiv 1903.06059, section 2.3).
+        `log_q` [F, V] may be unnormalised. Taking the `count` largest of log q plus Gumbel noise, in order, is drawing
+        one after the other without replacement (arXiv 1903.06059, section 2.3).
         """
         F, V = log_q.shape
         start, stream = int(self.indices[row]), int(self.streams[row])
@@ -92,9 +94,9 @@ def ancestors(parents: torch.Tensor) -> torch.Tensor:
 def verify_match(scores_at: Callable, tokens, parents, q, lengths: list[int], noise: Noise | None) -> Verdict:
     """Draw the target's token and descend into the child that has it, if there is one. Greedy when `noise` is None.
 
-    Exact for any tree, however it was made and cut, because the drafts never enter the draw; with keyed noise the text is that
-    of keyed sampling, as all nodes of one depth share the noise of their position. Arguments as in the module's docstring; `q`
-    isn't read.
+    Exact for any tree, however it was made and cut, because the drafts never enter the draw; with keyed noise the text
+    is that of keyed sampling, as all nodes of one depth share the noise of their position. Arguments as in the module's
+    docstring; `q` isn't read.
     """
     children = children_of(tokens, parents, lengths)
 
@@ -127,10 +129,11 @@ def match_all(scores: torch.Tensor, tokens, parents, q, lengths: torch.Tensor, n
 def verify_ratio(scores_at: Callable, tokens, parents, q, lengths: list[int], noise: TreeNoise) -> Verdict:
     """Recursive rejection without replacement (Sequoia, arXiv 2402.12374; RSD, arXiv 2402.14160).
 
-    Children are judged in the order in which they were drawn. After a rejection the target's law is what is left of it beyond
-    q, and q is without the rejected token. How many children a node has may depend on q and on the nodes above, never on the
-    children themselves: a tree cut afterwards by its own scores would be biased. With `q` None each child is accepted with the
-    target's probability of it, which is exact for any tree. Arguments as in the module's docstring.
+    Children are judged in the order in which they were drawn. After a rejection the target's law is what is left of it
+    beyond q, and q is without the rejected token. How many children a node has may depend on q and on the nodes above,
+    never on the children themselves: a tree cut afterwards by its own scores would be biased. With `q` None each child
+    is accepted with the target's probability of it, which is exact for any tree. Arguments as in the module's
+    docstring.
     """
     children = children_of(tokens, parents, lengths)
 
@@ -172,7 +175,8 @@ def judge(p, q, tokens, real, coin: Callable) -> tuple[torch.Tensor, torch.Tenso
     Args:
         p (`torch.Tensor`): [R, V] the target's laws.
         q (`torch.Tensor`, *optional*): [R, V] the laws that the children were drawn from, without replacement.
-        tokens, real (`torch.Tensor`): [R, C] the children in the order drawn, and which of them there are (the first ones).
+        tokens, real (`torch.Tensor`): [R, C] the children in the order drawn, and which of them there are (the first
+            ones).
         coin (`Callable`): `coin(slot)` gives the uniforms [R] for child number `slot`.
 
     Returns:
@@ -249,8 +253,8 @@ def _family(parents: torch.Tensor) -> torch.Tensor:
 
 
 def _descend(hit, able, parents, lengths, deepest: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The last accepted node's entry [A] (0 is the anchor) and the path [A, deepest], where `hit` [A, N] says which nodes are
-    accepted if their parents are, and `able` [A, N + 1] (or None) behind which nodes there is a law."""
+    """The last accepted node's entry [A] (0 is the anchor) and the path [A, deepest], where `hit` [A, N] says which
+    nodes are accepted if their parents are, and `able` [A, N + 1] (or None) behind which nodes there is a law."""
     device, N = hit.device, parents.shape[1]
     node = torch.arange(N, device=device)
     hit = hit & (node < lengths.to(device)[:, None])
@@ -270,8 +274,8 @@ def _at(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
 def _walk(scores_at: Callable, choose: Callable, tokens: torch.Tensor, draws: bool) -> Verdict:
     """Descend in all rows of `tokens` [A, N] together.
 
-    `choose(scores, nodes, rows, depth)` gives each row's next node, or None, and its token. A row that meets scores without
-    any possible token ends there, if `draws` are made from them.
+    `choose(scores, nodes, rows, depth)` gives each row's next node, or None, and its token. A row that meets scores
+    without any possible token ends there, if `draws` are made from them.
     """
     count = len(tokens)
     paths, following, able = [[] for _ in range(count)], [0] * count, [True] * count

@@ -45,7 +45,9 @@ def test_temperatures_go_into_the_drafters_own_config_and_its_weights_stay(world
 def test_another_folder_gets_the_whole_drafter(world, tmp_path):
     target, drafter, prompts = world
     out, options = tmp_path / "calibrated", ["--max-new-tokens", 12, "--temperature", 0]
-    result = call("calibrate", drafter, "--target", target, "--prompts", prompts, "--min-labels", 25, "--out", out, *options)
+    result = call(
+        "calibrate", drafter, "--target", target, "--prompts", prompts, "--min-labels", 25, "--out", out, *options
+    )
     assert result.exit_code == 0 and "positions [5] had fewer than 25 labels" in result.output, result.output
     assert len(AutoDrafter.from_pretrained(out).config.confidence_temperatures) == 5
 

@@ -47,7 +47,13 @@ def test_a_table_a_file_and_plots(world, tmp_path):
 
 def test_a_table_of_everything_fits_100_columns_and_breaks_no_word():
     speed = {"ratio": 12.34, "low": 10.11, "high": 13.22}
-    row = {"tau": 12.34, "accepted_per_round": 11.34, "acceptance_rate": 1.0, "tokens_per_second": 1234.5, "same_text": 1.0}
+    row = {
+        "tau": 12.34,
+        "accepted_per_round": 11.34,
+        "acceptance_rate": 1.0,
+        "tokens_per_second": 1234.5,
+        "same_text": 1.0,
+    }
     row |= {"split": {"draft": 0.1234, "verify": 0.2678, "rest": 0.00123}}
     row |= {"speedup_over_plain": speed, "speedup_over_lookup": {**speed, "low": 9.87}}
     names = ["plain", "own[max_draft_stages=16, loop_gate=-0.5]", "stock[num_draft_tokens=12]"]
@@ -109,7 +115,10 @@ def test_settings_are_knobs_with_json_values():
     assert knobs == {"num_draft_tokens": 3, "loop_gate": -0.5, "verification": "block"}
     with pytest.raises(ValueError, match="knob=value"):
         parse_setting("fast")
-    for text, words in (("draft_tokens=3", "did you mean 'num_draft_tokens'"), ("verification=guess", "'guess' is unknown")):
+    for text, words in (
+        ("draft_tokens=3", "did you mean 'num_draft_tokens'"),
+        ("verification=guess", "'guess' is unknown"),
+    ):
         with pytest.raises(ValueError, match=f"--setting {text!r}: .*{words}"):
             parse_setting(text)
 

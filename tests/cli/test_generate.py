@@ -153,7 +153,10 @@ def test_the_demo_says_how_much_of_two_answers_is_equal():
 def test_the_demo_copies_from_the_text_where_no_drafter_is_shipped(monkeypatch):
     monkeypatch.setattr(demo, "shipped_drafter", lambda: None)
     monkeypatch.setattr(hf_dspark, "CopyDrafter", lambda: "copies", raising=False)
-    assert demo.choose_drafter(None, None) == ("copies", "the text itself: what it repeats is drafted (no drafter was given)")
+    assert demo.choose_drafter(None, None) == (
+        "copies",
+        "the text itself: what it repeats is drafted (no drafter was given)",
+    )
     monkeypatch.delattr(hf_dspark, "CopyDrafter")
     if not hasattr(hf_dspark, "CopyDrafter"):
         with pytest.raises(ValueError, match="pass --drafter"):
@@ -171,7 +174,12 @@ def test_the_demo_says_what_to_install_for_its_model(monkeypatch):
 
 def test_the_demo_takes_the_dspark_drafter_of_a_checkout(tmp_path):
     assert shared.shipped_drafter(tmp_path) is None
-    for name in ("dflash-smollm2-135m-instruct", "dspark-smollm2-135m-instruct", "dspark-other", "dspark-smollm2-without"):
+    for name in (
+        "dflash-smollm2-135m-instruct",
+        "dspark-smollm2-135m-instruct",
+        "dspark-other",
+        "dspark-smollm2-without",
+    ):
         (tmp_path / name).mkdir()
         if name != "dspark-smollm2-without":
             (tmp_path / name / "config.json").write_text("{}")

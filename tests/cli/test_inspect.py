@@ -39,7 +39,9 @@ def test_a_drafter_is_described_without_a_target(world):
 def test_a_fitting_drafter_is_checked_and_found_exact(world, monkeypatch):
     seen, whole = [], inspect.progress
     monkeypatch.setattr(inspect, "progress", lambda: seen.append(whole()) or seen[-1])
-    result = call(world[1], "--target", world[0], "--no-chat", "--check", "--max-new-tokens", 30, "--limit", 2, "--no-tensors")
+    result = call(
+        world[1], "--target", world[0], "--no-chat", "--check", "--max-new-tokens", 30, "--limit", 2, "--no-tensors"
+    )
     assert result.exit_code == 0, result.output
     assert "As loaded, the drafter fits" in result.output and "Exact: all 60 tokens" in result.output
     assert seen[0].tasks[0].completed == seen[0].tasks[0].total == 2

@@ -27,11 +27,15 @@ def test_help_lists_every_command_and_imports_none(monkeypatch):
     assert "from ." not in Path(main.__file__).read_text()
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["generate", "--help"], ["eval", "owner/t", "--no-such"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], ["generate", "--help"], ["eval", "owner/t", "--no-such"]]
+)
 def test_help_and_usage_errors_need_no_torch(arguments):
     code = "import sys; from hf_dspark.cli.main import main; sys.modules['torch'] = sys.modules['transformers'] = None; main()"
     code = f"import sys; sys.argv[0] = 'bin/hf-dspark'; {code}"
-    result = subprocess.run([sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(
+        [sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
     assert result.returncode == (2 if "--no-such" in arguments else 0), result.stderr
     assert "Traceback" not in result.stderr
 

@@ -55,4 +55,7 @@ def test_answers_end_with_their_first_stop_token():
 
 def test_prompts_are_padded_on_the_left():
     batch = pad_left([[5], [6, 7, 8]], 0, "cpu")
-    assert batch["input_ids"].tolist() == [[0, 0, 5], [6, 7, 8]] and batch["attention_mask"].tolist() == [[0, 0, 1], [1, 1, 1]]
+    assert batch["input_ids"].tolist() == [[0, 0, 5], [6, 7, 8]] and batch["attention_mask"].tolist() == [
+        [0, 0, 1],
+        [1, 1, 1],
+    ]

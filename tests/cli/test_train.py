@@ -21,7 +21,9 @@ from hf_dspark.training.data import template_hash
 def world(tmp_path_factory):
     folder = tmp_path_factory.mktemp("world")
     target, drafter = tiny_chat.save_world(folder)
-    (folder / "prompts.jsonl").write_text("".join(json.dumps({"turns": [p, "w9 w8"]}) + "\n" for p in tiny_chat.PROMPTS))
+    (folder / "prompts.jsonl").write_text(
+        "".join(json.dumps({"turns": [p, "w9 w8"]}) + "\n" for p in tiny_chat.PROMPTS)
+    )
     return folder, target, drafter
 
 
@@ -82,8 +84,32 @@ def test_preview_colours_what_is_supervised_and_stats_count_it(world, data):
 
 def test_training_writes_drafters_that_load_and_draft(world, data):
     folder, target, drafter = world
-    common = ["train", target, "--data", data, "--eval-data", data, "--mask-token-id", 60, "--block-size", 3, "--max-steps", 3]
-    common += ["--markov-rank", 4, "--draft-vocab-size", 40, "--layer-ids", "0,1", "--loop-exposure", 2, "--device", "cpu"]
+    common = [
+        "train",
+        target,
+        "--data",
+        data,
+        "--eval-data",
+        data,
+        "--mask-token-id",
+        60,
+        "--block-size",
+        3,
+        "--max-steps",
+        3,
+    ]
+    common += [
+        "--markov-rank",
+        4,
+        "--draft-vocab-size",
+        40,
+        "--layer-ids",
+        "0,1",
+        "--loop-exposure",
+        2,
+        "--device",
+        "cpu",
+    ]
     common += ["--decode-prompts", 2, "--decode-tokens", 6]
     out = folder / "run"
     call(*common, "--output", out, "--method", "dspark", "--method", "dflash", "--eval-steps", 2, "--no-thinking")
@@ -105,7 +131,11 @@ def test_training_writes_drafters_that_load_and_draft(world, data):
     call(*common, "--output", folder / "third", "--init-from", "target", "--method", "domino")
     call(*common, "--output", folder / "fourth", "--method", "eagle3")
     chain = AutoDrafter.from_pretrained(str(folder / "fourth" / "final"))
-    assert type(chain).__name__ == "Eagle3Drafter" and chain.config.chain_length == 3 and chain.config.draft_vocab_size == 40
+    assert (
+        type(chain).__name__ == "Eagle3Drafter"
+        and chain.config.chain_length == 3
+        and chain.config.draft_vocab_size == 40
+    )
     assert "invalid choice: 'other'" in refused(*common, "--output", folder / "no", "--method", "other", code=2)
     before = AutoDrafter.from_pretrained(str(out / "final" / "dspark")).fc.weight
     call(*common, "--output", folder / "fifth", "--init-from", out / "final" / "dspark", "--learning-rate", 0)
@@ -119,7 +149,11 @@ def test_training_writes_drafters_that_load_and_draft(world, data):
     for name, start in starts.items():
         call(*common, "--output", folder / name, "--method", "mtp", *start)
         heads = AutoDrafter.from_pretrained(str(folder / name / "final"))
-        assert type(heads).__name__ == "MTPDrafter" and heads.config.chain_length == 3 and heads.config.target_name == target
+        assert (
+            type(heads).__name__ == "MTPDrafter"
+            and heads.config.chain_length == 3
+            and heads.config.target_name == target
+        )
 
 
 @pytest.fixture
@@ -232,13 +266,19 @@ def test_every_training_argument_is_an_option_and_none_is_declared_twice():
 def test_a_yaml_file_gives_options_and_the_command_line_wins(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text(
-        f"target: tiny\ndata: {path}\noutput: {tmp_path}\nmax_steps: 5\nbatch-size: 2\nmethod: [dspark, dflash]\nbf16: false\n"
+        f"target: tiny\ndata: {path}\noutput: {tmp_path}\nmax_steps: 5\nbatch-size: 2\nmethod: [dspark, dflash]\nbf16: "
+        "false\n"
         "pack: true\nthinking: false\nlr_scheduler_kwargs: {num_cycles: 2}\nlr_scheduler_type: cosine_with_restarts\n"
         "layer-ids: 0,1\nsave_steps: 7\ndevice: cpu\n"
     )
     given, arguments = parse(["--config", str(path), "--max-steps", "9", "--report-to", "none"])
     assert given.target == "tiny" and given.method == ["dspark", "dflash"] and given.thinking is False
-    assert arguments.max_steps == 9 and arguments.per_device_train_batch_size == 2 and arguments.pack and not arguments.bf16
+    assert (
+        arguments.max_steps == 9
+        and arguments.per_device_train_batch_size == 2
+        and arguments.pack
+        and not arguments.bf16
+    )
     assert arguments.lr_scheduler_kwargs == {"num_cycles": 2} and arguments.learning_rate == 6e-4
     given, _ = parse(["other", "--config", str(path), "--method", "eagle3", "--thinking"])
     assert given.target == "other" and given.method == ["eagle3"] and given.thinking is True
@@ -272,4 +312,6 @@ def test_publishing_uploads_the_drafter_with_its_card(tmp_path, short, monkeypat
     publish = ["--push-to-hub", "--hub-model-id", "mine", "--hub-token", "secret"]
     assert "Published: https://hub/me/mine" in call(*short, tmp_path / "run", *publish)
     assert seen["repo"] == "me/mine" and {"README.md", "config.json", "model.safetensors"} <= set(seen["files"])
-    assert "publishes one drafter" in refused(*short, tmp_path / "two", *publish, "--method", "dspark", "--method", "dflash")
+    assert "publishes one drafter" in refused(
+        *short, tmp_path / "two", *publish, "--method", "dspark", "--method", "dflash"
+    )

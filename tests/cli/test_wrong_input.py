@@ -1,4 +1,5 @@
-"""All commands against wrong paths, wrong devices, broken files, existing outputs and interrupts: one line says what to do."""
+"""All commands against wrong paths, wrong devices, broken files, existing outputs and interrupts: one line says what to
+do."""
 
 import inspect
 import json
@@ -85,7 +86,9 @@ def nothing_loads(monkeypatch):
 )
 def test_a_wrong_target_is_refused_at_once(world, nothing_loads, command, name, words):
     (world / "run").mkdir()
-    refused(call(*arguments(command, target=name)), f"{name} was given as a target" if "file" not in words else name, words)
+    refused(
+        call(*arguments(command, target=name)), f"{name} was given as a target" if "file" not in words else name, words
+    )
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -166,7 +169,9 @@ def test_results_that_exist_are_not_replaced_unasked(world, nothing_loads, comma
 )
 def test_a_place_of_the_wrong_kind_is_refused(world, nothing_loads, command, option, folder):
     refused(call(*to(command, option, "prompts.jsonl" if folder else "target"), *_overwrite(command)), "choose another")
-    refused(call(*to(command, option, "prompts.jsonl/x"), *_overwrite(command)), "prompts.jsonl is a file and no folder")
+    refused(
+        call(*to(command, option, "prompts.jsonl/x"), *_overwrite(command)), "prompts.jsonl is a file and no folder"
+    )
 
 
 def _overwrite(command):
@@ -180,7 +185,9 @@ def test_overwriting_a_converted_drafter_leaves_no_old_weights(world):
     result = call(*arguments("convert"), "--overwrite")
     assert result.exit_code == 0, result.output
     names = {path.name for path in (world / "converted").iterdir()}
-    assert {"config.json", "model.safetensors", "notes.txt"} <= names and not [n for n in names if "index" in n or "-of-" in n]
+    assert {"config.json", "model.safetensors", "notes.txt"} <= names and not [
+        n for n in names if "index" in n or "-of-" in n
+    ]
     assert AutoDrafter.from_pretrained("converted") and not list(world.glob(".converted*"))
 
 
@@ -208,7 +215,10 @@ def test_a_file_of_something_else_is_neither_gone_on_with_nor_touched(world, com
 
 
 def test_answers_do_not_go_into_the_file_of_prompts(world, nothing_loads):
-    refused(call("generate", "target", "--batch-file", "prompts.jsonl", "--out", "./prompts.jsonl"), "the --batch-file itself")
+    refused(
+        call("generate", "target", "--batch-file", "prompts.jsonl", "--out", "./prompts.jsonl"),
+        "the --batch-file itself",
+    )
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -1,4 +1,5 @@
-"""Architectures beyond those of tiny.TARGETS: each writes plain generation's text in every batch, or is refused by name."""
+"""Architectures beyond those of tiny.TARGETS: each writes plain generation's text in every batch, or is refused by
+name."""
 
 import pytest
 import tiny
@@ -67,7 +68,9 @@ TEXT = dict(
     vocab_size=tiny.V, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=40,
     max_position_embeddings=256, **SHAPE,
 )  # fmt: skip
-VISION = dict(hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=16, image_size=16, patch_size=8)
+VISION = dict(
+    hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=16, image_size=16, patch_size=8
+)
 GEMMA = dict(image_token_index=60, boi_token_index=59, eoi_token_index=58, mm_tokens_per_image=4)
 WRAPPERS = {
     "gemma3": dict(
@@ -98,7 +101,9 @@ def check_exact(target):
     texts = [tiny.plain(target, p, max_new_tokens=NEW) for p in prompts]
     for rows in (1, 3):
         drafter = tiny.good(texts, block=4)
-        out = target.generate(**tiny.padded(prompts[:rows]), assistant_model=drafter, max_new_tokens=NEW, do_sample=False)
+        out = target.generate(
+            **tiny.padded(prompts[:rows]), assistant_model=drafter, max_new_tokens=NEW, do_sample=False
+        )
         assert tiny.generated(out, 9, [NEW] * rows) == [t[-NEW:] for t in texts[:rows]]
 
 

@@ -234,7 +234,9 @@ def test_a_mask_that_hides_cached_tokens_hides_them(llama):
     turn = second_turn(batch, first.sequences)
     turn["attention_mask"][0, 3:6] = 0
     expected = talk(llama.target, turn, new=SECOND, cache=theirs)
-    assert talk(llama.target, turn, tiny.make_drafter(llama.target), new=SECOND, cache=copy.deepcopy(cache)).equal(expected)
+    assert talk(llama.target, turn, tiny.make_drafter(llama.target), new=SECOND, cache=copy.deepcopy(cache)).equal(
+        expected
+    )
     ours = cache_of(talk(llama.target, batch, tiny.make_drafter(llama.target), return_dict_in_generate=True))
     assert talk(llama.target, turn, tiny.make_drafter(llama.target), new=SECOND, cache=ours).equal(expected)
 

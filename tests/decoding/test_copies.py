@@ -1,4 +1,5 @@
-"""Copies of the text and of a memory as drafts: exact beside every drafter, on every target, whatever the policy chooses."""
+"""Copies of the text and of a memory as drafts: exact beside every drafter, on every target, whatever the policy
+chooses."""
 
 import copy
 import functools
@@ -188,7 +189,9 @@ def test_a_streamer_gets_every_token_of_a_copy(llama):
 def test_what_a_row_has_written_is_copied_from(llama):
     """Its text ends in one token again and again, which its prompt lacks."""
     drafter = CopyDrafter(speculation=SpeculationConfig(copy=4))
-    out = llama.target.generate(llama.prompts[3][None], assistant_model=drafter, max_new_tokens=tiny.NEW, do_sample=False)
+    out = llama.target.generate(
+        llama.prompts[3][None], assistant_model=drafter, max_new_tokens=tiny.NEW, do_sample=False
+    )
     assert out[0].tolist() == llama.texts[3]
     assert counts(drafter.last_speculation, "copy")[0] > 0
 
@@ -197,7 +200,9 @@ def test_a_cache_is_continued_and_the_whole_text_is_copied_from(llama):
     prompt, drafter = llama.prompts[0][None], loud(llama.texts[0])
     call = dict(assistant_model=drafter, do_sample=False, return_dict_in_generate=True)
     first = llama.target.generate(prompt, max_new_tokens=6, **call)
-    rest = llama.target.generate(first.sequences, max_new_tokens=tiny.NEW - 6, **{tiny.CACHE: first[tiny.CACHE]}, **call)
+    rest = llama.target.generate(
+        first.sequences, max_new_tokens=tiny.NEW - 6, **{tiny.CACHE: first[tiny.CACHE]}, **call
+    )
     assert rest.sequences[0].tolist() == llama.texts[0]
     assert counts(rest.speculation, "memory")[0] > 0
 
@@ -378,7 +383,9 @@ def test_recorded_copies_are_no_data_for_calibration_gates_and_thresholds(llama)
     mine = [r for r in recorder.rounds if r.source == "drafter"]
     assert {"memory", "drafter"} <= {r.source for r in recorder.rounds}
     assert len(confidence_data(recorder.rounds).logits) == sum(r.drafted > 0 for r in mine)
-    assert threshold_sweep(recorder.rounds) == threshold_sweep([r for r in recorder.rounds if r in mine or not r.drafted])
+    assert threshold_sweep(recorder.rounds) == threshold_sweep(
+        [r for r in recorder.rounds if r in mine or not r.drafted]
+    )
     assert gate_data(recorder.rounds) == gate_data(mine)
     assert Costs.measured(recorder.rounds).draft == Costs.measured(mine).draft
 

@@ -1,4 +1,5 @@
-"""The exact law of rounds that copy, draft or do both: every draft and every coin of a toy world, through the real policy."""
+"""The exact law of rounds that copy, draft or do both: every draft and every coin of a toy world, through the real
+policy."""
 
 import itertools
 import random
@@ -23,7 +24,8 @@ class World:
     """Rows with a target, a drafter and a copy each, and a policy that has seen random rounds and costs.
 
     Args:
-        scheduled: whether the policy also says how much of a draft is verified, from confidences that swing with the drafts.
+        scheduled: whether the policy also says how much of a draft is verified, from confidences that swing with the
+            drafts.
     """
 
     def __init__(self, seed, rows=2, scheduled=True):
@@ -125,13 +127,16 @@ class Peeking(World):
     """WRONG: looks at what was drafted before it copies instead: a draft that disagrees with the copy is dropped."""
 
     def decide(self, tokens):
-        lengths = [len(c.tokens) if c.tokens and c.tokens[0] != row[0] else 0 for (c, _), row in zip(self.copies, tokens)]
+        lengths = [
+            len(c.tokens) if c.tokens and c.tokens[0] != row[0] else 0 for (c, _), row in zip(self.copies, tokens)
+        ]
         draft = self.draft(tokens, lengths, BLOCK)
         return draft, draft.lengths
 
 
 class Confident(World):
-    """WRONG: copies where the drafter was unsure of its last draft, which hangs on the draft before, thrown away by that."""
+    """WRONG: copies where the drafter was unsure of its last draft, which hangs on the draft before, thrown away by
+    that."""
 
     def decide(self, tokens):
         sure = [float(m.law(row[:1])[0]) for m, row in zip(self.sure, tokens)]

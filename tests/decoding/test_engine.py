@@ -1,4 +1,5 @@
-"""Every result of an engine is what `generate` gives for that prompt alone, whatever runs beside it and whatever fails."""
+"""Every result of an engine is what `generate` gives for that prompt alone, whatever runs beside it and whatever
+fails."""
 
 import gc
 import random
@@ -41,7 +42,9 @@ def alone(target, drafter, request, speculation):
     if request.generation_config is not None:
         options["generation_config"] = request.generation_config
     knobs = SpeculationConfig(**{**speculation.to_dict(), "seed": request.seed})
-    out = target.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=drafter, speculation=knobs, **options)
+    out = target.generate(
+        ids, attention_mask=torch.ones_like(ids), assistant_model=drafter, speculation=knobs, **options
+    )
     return out[0, ids.shape[1] :].tolist()
 
 
@@ -102,7 +105,10 @@ class DyingStreamer:
     ids=["one row", "small chunks", "eight rows", "bounded"],
 )
 def test_results_are_those_of_generate_whatever_the_company(target, kind, setup):
-    drafter, speculation = DRAFTERS[kind](target), SpeculationConfig(verification="match", copy=4 if kind == "copy" else None)
+    drafter, speculation = (
+        DRAFTERS[kind](target),
+        SpeculationConfig(verification="match", copy=4 if kind == "copy" else None),
+    )
     requests = mixed(prompts(9, shared=12 if setup.get("shared_prefix") else 0))
     expected = [alone(target, drafter, r, speculation) for r in requests]
     for order in (list(range(9)), [4, 8, 0, 3, 7, 2, 6, 1, 5]):
@@ -133,7 +139,9 @@ def test_a_result_says_why_it_ended_and_what_its_rounds_were(target):
     text = prompts(1)[0]
     free = alone(target, drafter, EngineRequest(input_ids=text, options=dict(max_new_tokens=9)), SpeculationConfig())
     stop = EngineRequest(input_ids=text, key="stop", options=dict(max_new_tokens=9, eos_token_id=free[4]))
-    length = EngineRequest(input_ids=torch.tensor([text]), key="length", generation_config=GenerationConfig(max_new_tokens=9))
+    length = EngineRequest(
+        input_ids=torch.tensor([text]), key="length", generation_config=GenerationConfig(max_new_tokens=9)
+    )
     a, b = SpeculativeEngine(target, drafter).generate([stop, length])
     assert (a.key, a.reason, b.key, b.reason) == ("stop", "stop", "length", "length")
     assert a.tokens == free[: free.index(free[4]) + 1] and b.tokens == free
@@ -378,7 +386,9 @@ def test_rows_do_not_reach_over_a_length_that_changes_the_forward():
     rope = dict(rope_type="dynamic", factor=2.0, rope_theta=10000.0)
     target = tiny.make_target(**tiny.TARGETS["llama"][2], rope_parameters=rope)
     engine = SpeculativeEngine(target, tiny.make_drafter(target))
-    over, within = engine.generate([EngineRequest(input_ids=[5] * n, options=dict(max_new_tokens=7)) for n in (251, 250)])
+    over, within = engine.generate(
+        [EngineRequest(input_ids=[5] * n, options=dict(max_new_tokens=7)) for n in (251, 250)]
+    )
     assert "dynamic NTK" in str(over.error) and len(within.tokens) == 7
 
 
@@ -408,7 +418,9 @@ def test_what_cannot_be_answered_is_that_requests_result(target, request_, why):
 
 def test_an_error_says_where_it_was_raised_and_holds_no_tensors(target):
     options = dict(max_new_tokens=9, logits_processor=[Raising(1)])
-    (result,) = SpeculativeEngine(target, tiny.make_drafter(target)).generate([EngineRequest(input_ids=[3], options=options)])
+    (result,) = SpeculativeEngine(target, tiny.make_drafter(target)).generate(
+        [EngineRequest(input_ids=[3], options=options)]
+    )
     assert result.error.__traceback__ is None and 'raise RuntimeError("processor")' in result.error.__notes__[-1]
 
 

@@ -202,7 +202,9 @@ def test_a_call_leaves_nothing_to_the_garbage_collector(llama, monkeypatch, no_c
 
         monkeypatch.setattr(cls, "__init__", init)
     drafter = make(llama.target)
-    out = run(llama.target, llama.padded(), drafter, new=tiny.NEW, eos_token_id=llama.new[1][4], return_dict_in_generate=kept)
+    out = run(
+        llama.target, llama.padded(), drafter, new=tiny.NEW, eos_token_id=llama.new[1][4], return_dict_in_generate=kept
+    )
     assert born
     del out
     assert not [ref() for ref in born if ref() is not None]
@@ -228,7 +230,9 @@ def test_many_rows_of_many_lengths_ask_for_few_logits(llama, monkeypatch):
 
 def test_a_budget_without_bound_allocates_nothing_in_advance(llama):
     eos = llama.new[0][4]
-    out = run(llama.target, one(llama), tiny.make_drafter(llama.target), new=10**12, eos_token_id=eos, pad_token_id=tiny.PAD)
+    out = run(
+        llama.target, one(llama), tiny.make_drafter(llama.target), new=10**12, eos_token_id=eos, pad_token_id=tiny.PAD
+    )
     assert out[0, 9:].tolist() == llama.new[0][: llama.new[0].index(eos) + 1]
 
 
@@ -295,7 +299,9 @@ def test_threads_share_a_target_with_the_stock_engine(llama):
         try:
             batch = dict(input_ids=llama.prompts[i][None])
             for _ in range(2):
-                outputs[i] = run(llama.target, batch, drafters[i], new=tiny.NEW, speculation=SpeculationConfig(engine="stock"))
+                outputs[i] = run(
+                    llama.target, batch, drafters[i], new=tiny.NEW, speculation=SpeculationConfig(engine="stock")
+                )
         except BaseException as error:
             errors.append(error)
 
@@ -385,7 +391,9 @@ def test_rows_that_end_one_after_another_hold_little_more_than_plain_generation(
             return torch.tensor([input_ids.shape[1] - 60 >= 3 * (i + 1) for i in rows])
 
     def call(drafter):
-        return run(llama.target, batch, drafter, new=60, stopping_criteria=StoppingCriteriaList([Ends()]), pad_token_id=0)
+        return run(
+            llama.target, batch, drafter, new=60, stopping_criteria=StoppingCriteriaList([Ends()]), pad_token_id=0
+        )
 
     texts = call(None).tolist()
     plain = bytes_of(monkeypatch, lambda: call(None))

@@ -1,4 +1,5 @@
-"""Processors of grammar libraries keep a parser in step with the text: they work for one row and are refused for several.
+"""Processors of grammar libraries keep a parser in step with the text: they work for one row and are refused for
+several.
 
 Run where `xgrammar` or `outlines` is installed.
 """
@@ -14,7 +15,15 @@ from hf_dspark import SpeculationConfig
 # outlines compiles its kernel, whose import warns inside torch; eagerly it is as good here.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 EOS = 2
-WORDS = ["<pad>", "<bos>", "<eos>", *"0123456789", *"abcdefghij", *"+-*/()", *[f"{n}{m}" for n in "01234" for m in "567890"]]
+WORDS = [
+    "<pad>",
+    "<bos>",
+    "<eos>",
+    *"0123456789",
+    *"abcdefghij",
+    *"+-*/()",
+    *[f"{n}{m}" for n in "01234" for m in "567890"],
+]
 WORDS += [f"w{i}" for i in range(tiny.V - len(WORDS))]
 PATTERN = "[a-j]{2}[0-9]{3,5}(\\+[0-9]{2})?[a-e]"
 
@@ -56,7 +65,12 @@ def test_one_row_gets_the_text_of_plain_generation(llama, make, row):
     expected = llama.target.generate(**batch, **ARGS, do_sample=False, logits_processor=[make()])
     assert re.fullmatch(PATTERN, written(expected)) and expected[0, -1] == EOS
     text = llama.prompts[row].tolist() + expected[0, 9:].tolist()
-    for drafter in (tiny.oracle([text]), tiny.good([text]), tiny.make_drafter(llama.target), tiny.make_eagle3(llama.target)):
+    for drafter in (
+        tiny.oracle([text]),
+        tiny.good([text]),
+        tiny.make_drafter(llama.target),
+        tiny.make_eagle3(llama.target),
+    ):
         args = dict(**ARGS, do_sample=False, logits_processor=[make()], assistant_model=drafter)
         assert llama.target.generate(**batch, **args).equal(expected)
 

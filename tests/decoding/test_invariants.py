@@ -60,7 +60,9 @@ def check_row(loop, batch, i):
     for ours, theirs in zip(draft.layers, reference.layers, strict=True):
         count = int(draft.lengths[i])
         span = slice(int(draft.first[i]), int(draft.first[i]) + count)
-        close((ours.keys[i, :, :count], ours.values[i, :, :count]), (theirs.keys[0, :, span], theirs.values[0, :, span]))
+        close(
+            (ours.keys[i, :, :count], ours.values[i, :, :count]), (theirs.keys[0, :, span], theirs.values[0, :, span])
+        )
 
 
 @pytest.fixture
@@ -183,7 +185,9 @@ def test_a_drafter_reads_plain_steps_together_before_it_drafts(drafter, patience
     extend = type(drafter).extend
     monkeypatch.setattr(type(drafter), "extend", lambda self, *a: read.append(a[1].shape[1]) or extend(self, *a))
     monkeypatch.setattr(Proposer, "PATIENCE", patience)
-    call = dict(**case.padded(), assistant_model=drafter, do_sample=False, speculation=SpeculationConfig(scheduler="auto"))
+    call = dict(
+        **case.padded(), assistant_model=drafter, do_sample=False, speculation=SpeculationConfig(scheduler="auto")
+    )
     with listening(policy=Scripted([0, 0, 0, 0, 5, 0, 0, 5, *[0] * 20])):
         out = case.target.generate(**call, max_new_tokens=NEW)
     assert generated(out, 9, [NEW] * 4) == [text[-NEW:] for text in known]
@@ -215,7 +219,8 @@ def test_rows_that_end_within_plain_steps_leave_what_waits_to_the_others(drafter
 
 
 class Branching(tiny.Steered):
-    """Whose true tokens are the first guess of a position or the second, so that accepted paths leave the first children."""
+    """Whose true tokens are the first guess of a position or the second, so that accepted paths leave the first
+    children."""
 
     def start(self, cache, anchor, seed=None, pseudo=None, length=None):
         state = super().start(cache, anchor, seed, pseudo, length)
@@ -236,7 +241,9 @@ def test_caches_after_accepted_branches(name, texts, checks, monkeypatch):
     case, known = case_of(name, texts)
     steered = Branching(DRAFTERS["block"](case.target), known, ACCEPT)
     knobs = SpeculationConfig(tree="ddtree", tree_budget=40)
-    out = case.target.generate(**case.padded(), assistant_model=steered, max_new_tokens=NEW, do_sample=False, speculation=knobs)
+    out = case.target.generate(
+        **case.padded(), assistant_model=steered, max_new_tokens=NEW, do_sample=False, speculation=knobs
+    )
     assert generated(out, 9, [NEW] * 4) == [text[-NEW:] for text in known]
     assert steered.last_speculation.side_branch_rate > 0.1 and steered.last_speculation.tau > 1.5
 
@@ -246,6 +253,8 @@ def test_caches_after_recursive_and_looped_branches(kind, tree, gate, texts, che
     case, known = case_of("llama", texts)
     drafter = DRAFTERS[kind](case.target)
     knobs = SpeculationConfig(tree=tree, tree_budget=50, loop_gate=gate, max_draft_stages=2)
-    out = case.target.generate(**case.padded(), assistant_model=drafter, max_new_tokens=NEW, do_sample=False, speculation=knobs)
+    out = case.target.generate(
+        **case.padded(), assistant_model=drafter, max_new_tokens=NEW, do_sample=False, speculation=knobs
+    )
     assert generated(out, 9, [NEW] * 4) == [text[-NEW:] for text in known]
     assert drafter.last_speculation.side_branch_rate > 0.1

@@ -88,7 +88,8 @@ def keyed(prompts, options, seed, **extra):
 
 
 def memory_of(seed: int, texts) -> CopyMemory | None:
-    """For half of the configurations: what will be sampled, with wrong tokens in it, so that copies are right and wrong."""
+    """For half of the configurations: what will be sampled, with wrong tokens in it, so that copies are right and
+    wrong."""
     r = random.Random(-seed - 1)
     if r.random() < 0.5:
         return None
@@ -156,7 +157,9 @@ def test_what_the_configuration_leaves_open_is_what_generate_would_use():
 
 def test_the_same_processors_work_beside_a_drafter_with_do_sample_off():
     prompt, config = torch.tensor([[5, 6, 7]] * 2), GenerationConfig(temperature=1.5)
-    plain = target().generate(prompt, do_sample=False, max_new_tokens=9, logits_processor=keyed_processors(config, 4, 3))
+    plain = target().generate(
+        prompt, do_sample=False, max_new_tokens=9, logits_processor=keyed_processors(config, 4, 3)
+    )
     out = target().generate(
         prompt, do_sample=False, max_new_tokens=9, logits_processor=keyed_processors(config, 4, 3),
         assistant_model=drafter("markov", False),

@@ -220,7 +220,9 @@ def test_no_stage_is_drafted_beyond_the_targets_last_position():
     case = tiny.Case(target, prompts, texts)
     new, stats = oracle_run(case, new=11, rows=slice(0, 2))
     assert generated(torch.tensor(new), 0, [11, 11]) == case.new
-    assert stats.draft_stages[0] == [3] and stats.draft_lengths[0] == [9]  # 20 positions: 10 committed, 9 drafts and a bonus
+    assert stats.draft_stages[0] == [3] and stats.draft_lengths[0] == [
+        9
+    ]  # 20 positions: 10 committed, 9 drafts and a bonus
 
 
 def test_rows_pass_and_stop_on_their_own_as_they_would_alone(pair):

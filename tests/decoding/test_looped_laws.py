@@ -1,5 +1,5 @@
-"""The exact law of looped, gated and pruned rounds: every draft of a toy world, through the real proposer, gate, scheduler and
-verifier, with probabilities in place of draws."""
+"""The exact law of looped, gated and pruned rounds: every draft of a toy world, through the real proposer, gate,
+scheduler and verifier, with probabilities in place of draws."""
 
 import functools
 import itertools
@@ -93,7 +93,8 @@ def propose(rows, drafts, gate, block) -> Draft:
 
 
 class Forks:
-    """Noise that takes the branches of `script`, then first branches, and notes its weight and the branches left out."""
+    """Noise that takes the branches of `script`, then first branches, and notes its weight and the branches left
+    out."""
 
     def __init__(self, script, todo):
         self.script, self.todo, self.at, self.weight = script, todo, 0, 1.0
@@ -126,11 +127,15 @@ def emitted_law(verify, row, draft, length):
     def scores_at(i, rows):
         return torch.tensor([[float(v) for v in row.p(draft[:i])]], dtype=torch.float64).log()
 
-    q = torch.tensor([[[float(v) for v in row.q(draft[:k])] for k in range(length)]], dtype=torch.float64).view(1, length, V)
+    q = torch.tensor([[[float(v) for v in row.q(draft[:k])] for k in range(length)]], dtype=torch.float64).view(
+        1, length, V
+    )
     tokens = torch.tensor([draft[:length]], dtype=torch.long).view(1, length)
     while todo:
         noise = Forks(todo.pop(), todo)
-        noise.thresholds = [float(chain.acceptance(scores_at(k, [0]).exp(), q[:, k], tokens[:, k])) for k in range(length)]
+        noise.thresholds = [
+            float(chain.acceptance(scores_at(k, [0]).exp(), q[:, k], tokens[:, k])) for k in range(length)
+        ]
         if verify is chain.verify_block and length:
             p = torch.cat([scores_at(i, [0]).exp() for i in range(length + 1)])
             noise.thresholds = chain.block_survival(p, q[0], tokens[0])[1].tolist()
@@ -191,8 +196,8 @@ class WrongAlgorithm1(PackedAlgorithm1):
 
 
 def policy_of(rows, block, kind, stage_seconds, token_seconds):
-    """It has seen nine drafts in ten accepted; a step of one token takes 1 s, each further one `token_seconds`, or the first
-    much and all further ones little."""
+    """It has seen nine drafts in ten accepted; a step of one token takes 1 s, each further one `token_seconds`, or the
+    first much and all further ones little."""
     stages, widths = rows[0].drafts // block, range(1, 2 + rows[0].drafts)
     first, further = token_seconds if isinstance(token_seconds, tuple) else (token_seconds, token_seconds)
     verify = tuple(1 + first * (w > 1) + further * max(w - 2, 0) for w in widths)
@@ -209,7 +214,11 @@ GATES = {
     "static, first draft dear": ((0.3, (0.6, 0.02)), lambda policy: StaticGate(-0.9 * policy.block)),
     "auto": ((0.15, 0.06), AutoGate),
 }
-WORLDS = {"2 rows of 2 stages of 2": (2, 2, 2), "1 row of 4 stages of 1": (1, 4, 1), "2 rows of 3 stages of 1": (2, 3, 1)}
+WORLDS = {
+    "2 rows of 2 stages of 2": (2, 2, 2),
+    "1 row of 4 stages of 1": (1, 4, 1),
+    "2 rows of 3 stages of 1": (2, 3, 1),
+}
 
 
 def world_rows(world, seed):
@@ -268,7 +277,11 @@ def test_lengths_row_by_row_and_by_algorithm_1_give_the_targets_law(world, gate,
 
 def test_rows_have_lengths_of_their_own_where_the_forward_is_packed():
     for kind in (Packed, PackedAlgorithm1):
-        seen = [lengths for seed in SEEDS for _, lengths in decided("2 rows of 2 stages of 2", "static", seed, kind).values()]
+        seen = [
+            lengths
+            for seed in SEEDS
+            for _, lengths in decided("2 rows of 2 stages of 2", "static", seed, kind).values()
+        ]
         assert any(0 < min(lengths) < max(lengths) for lengths in seen), kind
 
 

@@ -141,9 +141,7 @@ def test_statistics_add_up_to_the_text(llama):
 
 def test_conditional_acceptance_of_an_oracle_is_one_and_of_its_opposite_zero(llama):
     for drafter, expected in ((tiny.oracle(llama.texts), 1.0), (tiny.always_wrong(llama.texts), 0.0)):
-        llama.target.generate(
-            llama.prompts[0][None], assistant_model=drafter, max_new_tokens=tiny.NEW, do_sample=False
-        )
+        llama.target.generate(llama.prompts[0][None], assistant_model=drafter, max_new_tokens=tiny.NEW, do_sample=False)
         assert drafter.last_speculation.conditional_acceptance[0] == expected
         assert drafter.last_speculation.acceptance_rate == expected
 
@@ -160,7 +158,10 @@ def test_a_round_cut_by_a_criterion_counts_what_it_emitted(llama):
 
 def test_statistics_print_as_a_line_whatever_the_number_of_rounds():
     stats = SpeculationStats.empty(2)
-    assert repr(stats) == "SpeculationStats(2 rows, 0 rounds, seconds: prefill 0.00, draft 0.00, verify 0.00, overhead 0.00)"
+    assert (
+        repr(stats)
+        == "SpeculationStats(2 rows, 0 rounds, seconds: prefill 0.00, draft 0.00, verify 0.00, overhead 0.00)"
+    )
     for _ in range(500):
         stats.add(0, 3, 4, 2, 1)
     stats.verify_seconds = 1.5

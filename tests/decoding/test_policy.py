@@ -54,16 +54,25 @@ class Clock:
 
 
 class Text:
-    """One row's text under a drafter whose drafts are accepted with a chance that depends on the place and on the stage.
+    """One row's text under a drafter whose drafts are accepted with a chance that depends on the place and on the
+    stage.
 
     Args:
-        ease: place -> chance. decay: of the chance per stage. honest: the drafter's log q tells the chance, else it is too shy.
+        ease: place -> chance. decay: of the chance per stage. honest: the drafter's log q tells the chance, else it is
+            too shy.
     """
 
     def __init__(self, ease, draft=3.90, verify=22.45, block=7, decay=0.98, honest=True, length=2500):
         rng = random.Random(0)
         self.places = [(ease(i, rng), rng.random(), rng.gauss(0, 0.5)) for i in range(length + 200)]
-        self.draft, self.verify, self.block, self.decay, self.honest, self.length = draft, verify, block, decay, honest, length
+        self.draft, self.verify, self.block, self.decay, self.honest, self.length = (
+            draft,
+            verify,
+            block,
+            decay,
+            honest,
+            length,
+        )
 
     def stage(self, at, stage):
         scores, hits = [], []
@@ -171,7 +180,8 @@ def test_later_stages_have_a_time_of_their_own():
 
 
 class Batch:
-    """Rows whose drafts are accepted with chances that swing from round to round; costs of a small model on one core."""
+    """Rows whose drafts are accepted with chances that swing from round to round; costs of a small model on one
+    core."""
 
     def __init__(self, rows, quality, told=None, block=5, draft=None):
         self.rows, self.quality, self.told, self.block = rows, quality, told or (lambda z: z), block
@@ -265,7 +275,8 @@ def test_a_dear_first_draft_does_not_hide_that_several_pay():
 
 
 def test_what_a_draft_decides_itself_does_not_decide_whether_it_is_verified():
-    """A stop token ends the offer behind it, a passed gate prolongs it, and neither may be known before the draft is."""
+    """A stop token ends the offer behind it, a passed gate prolongs it, and neither may be known before the draft
+    is."""
     rng, verified = random.Random(0), []
     for case in range(400):
         policy = Policy(3, 2, KINKED)
@@ -273,7 +284,10 @@ def test_what_a_draft_decides_itself_does_not_decide_whether_it_is_verified():
         for _ in range(20):
             policy.throttle.history.expect([[rng.random()] * 3] * 2)
         k, chances = case % 3, [[rng.random() for _ in range(6)] for _ in range(2)]
-        long, short = draft_of([[-0.5] * 6] * 2, chances, 2, 3), draft_of([[-0.5] * 3] * 2, [c[:3] for c in chances], 1, 3)
+        long, short = (
+            draft_of([[-0.5] * 6] * 2, chances, 2, 3),
+            draft_of([[-0.5] * 3] * 2, [c[:3] for c in chances], 1, 3),
+        )
         room = [rng.randint(k + 1, 6), 6]
         long, short = replace(long, room=room), replace(short, lengths=[k + 1, k + 1], room=room)
         got = [policy.prune(draft)[1] > k for draft in (long, short)]
@@ -387,7 +401,9 @@ class Erratic(Policy):
         return self.rng.choice([0.0, math.inf])
 
 
-@pytest.mark.parametrize("auto", [dict(scheduler="auto"), dict(loop_gate="auto"), dict(scheduler="auto", loop_gate="auto")])
+@pytest.mark.parametrize(
+    "auto", [dict(scheduler="auto"), dict(loop_gate="auto"), dict(scheduler="auto", loop_gate="auto")]
+)
 @pytest.mark.parametrize("seed", [None, 3], ids=["greedy", "keyed"])
 def test_whatever_is_decided_the_text_is_the_plain_one(auto, seed):
     target, drafter, batch = trained()

@@ -1,4 +1,5 @@
-"""Targets that compute a forward by its longest text, or prepare their own inputs: exact, or refused before any text."""
+"""Targets that compute a forward by its longest text, or prepare their own inputs: exact, or refused before any
+text."""
 
 import copy
 import functools
@@ -20,7 +21,10 @@ DYNAMIC = dict(rope_type="dynamic", rope_theta=100.0, factor=4.0)
 SHAPE = dict(num_key_value_heads=2, head_dim=8)
 TARGETS = {
     "llama longrope": ("llama", dict(**SHAPE, rope_parameters=LONGROPE)),
-    "phi3 longrope": ("phi3", dict(num_key_value_heads=2, rope_parameters=LONGROPE, original_max_position_embeddings=AT)),
+    "phi3 longrope": (
+        "phi3",
+        dict(num_key_value_heads=2, rope_parameters=LONGROPE, original_max_position_embeddings=AT),
+    ),
     "llama dynamic": ("llama", dict(**SHAPE, rope_parameters=DYNAMIC, max_position_embeddings=AT)),
     "doge": ("doge", dict(**SHAPE, keep_window_size=AT)),
 }
@@ -111,7 +115,9 @@ def test_a_filled_cache_or_chunks_are_refused_where_plain_generation_drops_its_c
         target.generate(prompt[None], assistant_model=tiny.oracle([]), max_new_tokens=4, prefill_chunk_size=8)
     out = target.generate(prompt[None, :9], max_new_tokens=3, do_sample=False, return_dict_in_generate=True)
     with pytest.raises(ValueError, match="drops a cache.*filled cache"):
-        target.generate(prompt[None], assistant_model=tiny.oracle([]), max_new_tokens=4, **{tiny.CACHE: out[tiny.CACHE]})
+        target.generate(
+            prompt[None], assistant_model=tiny.oracle([]), max_new_tokens=4, **{tiny.CACHE: out[tiny.CACHE]}
+        )
 
 
 def test_the_stock_engine_refuses_to_cross_a_limit(target):

@@ -1,4 +1,5 @@
-"""Processors of the user's own see what plain generation shows them, or are refused; transformers' own see the unpadded row."""
+"""Processors of the user's own see what plain generation shows them, or are refused; transformers' own see the unpadded
+row."""
 
 import pytest
 import tiny
@@ -60,7 +61,12 @@ def test_a_processor_of_the_users_own_is_shown_what_plain_generation_shows_it(ll
     expected = llama.target.generate(**batch, **args, logits_processor=[plain])
     assert plain.seen == shown(batch["input_ids"][0].tolist(), expected[0, 9:].tolist())
     text = llama.prompts[row].tolist() + expected[0, 9:].tolist()
-    for drafter in (tiny.oracle([text]), tiny.good([text]), tiny.make_drafter(llama.target), tiny.make_eagle3(llama.target)):
+    for drafter in (
+        tiny.oracle([text]),
+        tiny.good([text]),
+        tiny.make_drafter(llama.target),
+        tiny.make_eagle3(llama.target),
+    ):
         ours = Recording()
         out = llama.target.generate(**batch, **args, logits_processor=[ours], assistant_model=drafter)
         assert out.equal(expected) and ours.seen == plain.seen
@@ -76,7 +82,9 @@ def test_in_sampling_too(llama, verification):
         args = dict(logits_processor=[spy], do_sample=True, temperature=2.0, speculation=knobs)
         out = sample(llama.target, drafter, batch, **args)
         assert spy.seen == shown(batch["input_ids"][0].tolist(), out[0, 9:].tolist())
-        accepted += sum(drafter.last_speculation.acceptance_lengths[0]) - len(drafter.last_speculation.acceptance_lengths[0])
+        accepted += sum(drafter.last_speculation.acceptance_lengths[0]) - len(
+            drafter.last_speculation.acceptance_lengths[0]
+        )
         drafted += sum(drafter.last_speculation.draft_lengths[0])
     assert 0.05 < accepted / drafted < 0.9
 
@@ -84,7 +92,9 @@ def test_in_sampling_too(llama, verification):
 def test_keyed_sampling_shows_a_processor_the_same_with_a_drafter_and_without(llama):
     batch, seen = one_row(llama.padded(), 2), []
     noise = keyed_processors(GenerationConfig(), 5, 9)
-    plain = llama.target.generate(**batch, max_new_tokens=9, do_sample=False, logits_processor=[spy := Recording(), *noise])
+    plain = llama.target.generate(
+        **batch, max_new_tokens=9, do_sample=False, logits_processor=[spy := Recording(), *noise]
+    )
     seen.append(spy.seen)
     ours = llama.target.generate(
         **batch, max_new_tokens=9, do_sample=True, logits_processor=[spy := Recording()],
@@ -150,7 +160,9 @@ def test_a_thinking_budget(llama, budget):
     text = llama.prompts[3].tolist() + expected[0, 9:].tolist()
     assert (20 in expected[0, 9:].tolist()) == (budget < tiny.NEW)
     for drafter in (tiny.oracle([text]), tiny.good(llama.texts)):
-        out = llama.target.generate(**batch, **args, logits_processor=[ThinkingBudget(budget, 20, 9)], assistant_model=drafter)
+        out = llama.target.generate(
+            **batch, **args, logits_processor=[ThinkingBudget(budget, 20, 9)], assistant_model=drafter
+        )
         assert out.equal(expected)
 
 
@@ -209,13 +221,20 @@ def test_a_constraint_with_a_state_is_asked_about_the_text_alone(llama):
     plain, batch = Automaton(), llama.padded()
     expected = llama.target.generate(**batch, **args, prefix_allowed_tokens_fn=plain)
     texts = [p.tolist() + new for p, new in zip(llama.prompts, expected[:, 9:].tolist())]
-    for drafter in (tiny.oracle(texts), tiny.good(texts), tiny.make_drafter(llama.target), tiny.make_eagle3(llama.target)):
+    for drafter in (
+        tiny.oracle(texts),
+        tiny.good(texts),
+        tiny.make_drafter(llama.target),
+        tiny.make_eagle3(llama.target),
+    ):
         ours = Automaton()
         out = llama.target.generate(**batch, **args, prefix_allowed_tokens_fn=ours, assistant_model=drafter)
         assert out.equal(expected) and ours.texts == plain.texts
     for verification in ("ratio", "match"):
         knobs = SpeculationConfig(verification=verification, seed=2)
-        out = sample(llama.target, drafter, batch, prefix_allowed_tokens_fn=Automaton(), do_sample=True, speculation=knobs)
+        out = sample(
+            llama.target, drafter, batch, prefix_allowed_tokens_fn=Automaton(), do_sample=True, speculation=knobs
+        )
         place = torch.arange(9, 9 + tiny.NEW) + torch.arange(4)[:, None]
         assert (out[:, 9:] % 4 == place % 4).all()
 
@@ -256,7 +275,12 @@ def test_constraints_get_the_row_they_are_for_and_no_prefix_that_cannot_be(llama
         alone.append(text)
     new = [text[len(p) :] for text, p in zip(alone, llama.prompts)]
     assert [len(n) for n in new] == [5, 6, 7, 8]
-    for drafter in (tiny.oracle(alone), tiny.good(alone), tiny.make_drafter(llama.target), tiny.make_eagle3(llama.target)):
+    for drafter in (
+        tiny.oracle(alone),
+        tiny.good(alone),
+        tiny.make_drafter(llama.target),
+        tiny.make_eagle3(llama.target),
+    ):
         out = llama.target.generate(
             **llama.padded(), assistant_model=drafter, max_new_tokens=length, do_sample=False, eos_token_id=eos,
             pad_token_id=tiny.PAD, prefix_allowed_tokens_fn=allowed,
@@ -364,4 +388,6 @@ def test_a_token_cannot_be_sampled_where_processors_forbid_everything(llama, ver
 def test_the_greedy_token_where_everything_is_forbidden_is_plain_generates(llama):
     args = dict(max_new_tokens=6, do_sample=False, logits_processor=[Forbid(11)])
     out = llama.target.generate(llama.prompts[0][None], assistant_model=tiny.good(llama.texts), **args)
-    assert out[0].tolist() == tiny.plain(llama.target, llama.prompts[0], max_new_tokens=6, logits_processor=[Forbid(11)])
+    assert out[0].tolist() == tiny.plain(
+        llama.target, llama.prompts[0], max_new_tokens=6, logits_processor=[Forbid(11)]
+    )

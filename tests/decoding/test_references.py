@@ -1,7 +1,7 @@
 """Recorded runs of the public reference implementations, reproduced through AutoDrafter and `generate`.
 
-Compared round by round: drafts, logits, confidences, how many were proposed and accepted; and the text. A round that the
-budget cuts short is compared as far as it goes, as the references run over their budget.
+Compared round by round: drafts, logits, confidences, how many were proposed and accepted; and the text. A round that
+the budget cuts short is compared as far as it goes, as the references run over their budget.
 """
 
 from dataclasses import dataclass
@@ -201,5 +201,7 @@ def test_looped_rounds(name, batched, spy):
                 if k < 2:
                     parts = [tensors[f"p{start + row}.r{k}.s{s}.logits"] for s in range(stages)]
                     close(seen.logits, torch.cat(parts)[: len(seen.drafts)])
-            full = [s for s, seen in zip(drafter.last_speculation.draft_stages[row], spy[row]) if seen.room > len(drafts)]
+            full = [
+                s for s, seen in zip(drafter.last_speculation.draft_stages[row], spy[row]) if seen.room > len(drafts)
+            ]
             assert set(full) == {stages}

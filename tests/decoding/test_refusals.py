@@ -122,7 +122,9 @@ def test_token_types_are_refused_as_they_change_the_text_of_some_targets():
     case = tiny.load_case("gpt2")
     ids = case.prompts[0][None]
     with pytest.raises(ValueError, match="token_type_ids"):
-        case.target.generate(ids, token_type_ids=torch.ones_like(ids), assistant_model=tiny.oracle([]), max_new_tokens=2)
+        case.target.generate(
+            ids, token_type_ids=torch.ones_like(ids), assistant_model=tiny.oracle([]), max_new_tokens=2
+        )
 
 
 @pytest.mark.parametrize("filled", [False, True])
@@ -177,7 +179,9 @@ def test_targets_with_positions_of_several_components_are_refused():
 
 
 def test_targets_that_place_tokens_by_slot_are_refused():
-    target = tiny_target("falcon", vocab_size=30, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, alibi=True)
+    target = tiny_target(
+        "falcon", vocab_size=30, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, alibi=True
+    )
     refused(target, "ALiBi")
     layers = [[["global", "local"], 1]]
     target = tiny_target("gpt_neo", vocab_size=30, hidden_size=16, num_layers=2, num_heads=2, attention_types=layers)

@@ -21,7 +21,9 @@ def drafter(request, llama):
 
 def run(target, prompt, drafter=None, **kwargs):
     ids = prompt[None] if prompt.dim() == 1 else prompt
-    return target.generate(ids, do_sample=False, assistant_model=drafter, **{"max_new_tokens": tiny.NEW, **kwargs})[0].tolist()
+    return target.generate(ids, do_sample=False, assistant_model=drafter, **{"max_new_tokens": tiny.NEW, **kwargs})[
+        0
+    ].tolist()
 
 
 def test_a_stop_token_at_every_place_of_a_block(llama, drafter):
@@ -36,7 +38,10 @@ def test_a_list_of_stop_tokens(llama, drafter):
     for a in range(0, tiny.NEW, 3):
         stops = [new[a], new[(a + 5) % tiny.NEW], 60]
         end = min(i for i, t in enumerate(new) if t in stops)
-        assert run(llama.target, prompt, drafter, eos_token_id=stops, pad_token_id=tiny.PAD) == prompt.tolist() + new[: end + 1]
+        assert (
+            run(llama.target, prompt, drafter, eos_token_id=stops, pad_token_id=tiny.PAD)
+            == prompt.tolist() + new[: end + 1]
+        )
 
 
 def test_no_stop_token_and_a_text_in_circles(llama):
@@ -128,14 +133,20 @@ def test_a_criterion_that_counts_its_calls(llama, drafter):
     for calls, stop in ((5, None), (30, 8), (9, 8)):
         stops = dict(eos_token_id=None if stop is None else llama.new[0][stop], pad_token_id=tiny.PAD)
         plain, ours = Patience(calls), Patience(calls)
-        expected = tiny.plain(llama.target, llama.prompts[0], max_new_tokens=tiny.NEW, stopping_criteria=[plain], **stops)
+        expected = tiny.plain(
+            llama.target, llama.prompts[0], max_new_tokens=tiny.NEW, stopping_criteria=[plain], **stops
+        )
         assert run(llama.target, llama.prompts[0], drafter, stopping_criteria=[ours], **stops) == expected
         assert ours.left == plain.left
 
 
 def test_a_criterion_that_may_end_all_rows_together_is_refused_for_several(llama, drafter):
-    with pytest.raises(ValueError, match="Patience is a stopping criterion of your own, given for 4 rows.*row_wise = True"):
-        llama.target.generate(**llama.padded(), assistant_model=drafter, max_new_tokens=9, stopping_criteria=[Patience(5)])
+    with pytest.raises(
+        ValueError, match="Patience is a stopping criterion of your own, given for 4 rows.*row_wise = True"
+    ):
+        llama.target.generate(
+            **llama.padded(), assistant_model=drafter, max_new_tokens=9, stopping_criteria=[Patience(5)]
+        )
 
 
 class Subclass(MaxLengthCriteria):

@@ -1,4 +1,5 @@
-"""How often a round waits for the device: counted on tiny models whose drafts are verified in the dense form, as on a device."""
+"""How often a round waits for the device: counted on tiny models whose drafts are verified in the dense form, as on a
+device."""
 
 import pytest
 import tiny
@@ -55,7 +56,11 @@ def test_a_round_waits_for_the_device_twice_for_its_drafts_and_for_its_verdict(l
     for _ in range(2):  # the first call checks packed against padded
         rounds.clear()
         llama.target.generate(
-            **inputs, assistant_model=drafter, max_new_tokens=10, speculation=SpeculationConfig(seed=1, **knobs), **options
+            **inputs,
+            assistant_model=drafter,
+            max_new_tokens=10,
+            speculation=SpeculationConfig(seed=1, **knobs),
+            **options,
         )
     assert rounds
     for traffic in rounds:

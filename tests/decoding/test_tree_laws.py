@@ -101,11 +101,15 @@ def bias(seed, kind, budget, monkeypatch, cut=None) -> float:
     todo, law, forks = [[]], {}, []
 
     def noted(p, q, x):
-        forks[-1].accept = ACCEPTANCE(p, q, x)[0]  # known before the coin is thrown, which then lies on either side of 0.5
+        forks[-1].accept = ACCEPTANCE(p, q, x)[
+            0
+        ]  # known before the coin is thrown, which then lies on either side of 0.5
         return torch.full((len(p),), 0.5, dtype=p.dtype)
 
     monkeypatch.setattr(verification, "acceptance", noted)
-    monkeypatch.setattr(verification, "judge", lambda p, q, x, real, coin: JUDGE(p, q, x, real, lambda slot: Late(coin, slot)))
+    monkeypatch.setattr(
+        verification, "judge", lambda p, q, x, real, coin: JUDGE(p, q, x, real, lambda slot: Late(coin, slot))
+    )
     while todo:
         noise = Forks(todo.pop(), todo)
         forks.append(noise)
@@ -121,7 +125,9 @@ def bias(seed, kind, budget, monkeypatch, cut=None) -> float:
         def scores_at(nodes, rows, way=way):
             return torch.stack([law_of(seed, way(node)) for node in nodes]).log()
 
-        verdict = verification.verify_ratio(scores_at, draft.tokens, draft.parents, draft.q.double(), draft.lengths, noise)
+        verdict = verification.verify_ratio(
+            scores_at, draft.tokens, draft.parents, draft.q.double(), draft.lengths, noise
+        )
         text = *(tokens[n] for n in verdict.path[0].tolist() if n >= 0), int(verdict.next_token[0])
         law[text] = law.get(text, 0.0) + noise.weight
     assert math.isclose(sum(law.values()), 1.0, abs_tol=1e-9)

@@ -1,4 +1,5 @@
-"""Trees of drafts leave the text as it is without them: greedy in every target and batch, sampled with the noise of `match`."""
+"""Trees of drafts leave the text as it is without them: greedy in every target and batch, sampled with the noise of
+`match`."""
 
 import functools
 import random
@@ -120,7 +121,9 @@ def check(seed: int) -> int:
     )
     ours = out[:, batch["input_ids"].shape[1] :].tolist()
     for row, new in enumerate(expected):
-        assert ours[row] == new[: len(ours[row])] and set(new[len(ours[row]) :]) <= {tiny.PAD}, f"seed {seed}, row {row}"
+        assert ours[row] == new[: len(ours[row])] and set(new[len(ours[row]) :]) <= {tiny.PAD}, (
+            f"seed {seed}, row {row}"
+        )
     return sum(map(sum, drafter.last_speculation.accepted_lengths))
 
 
@@ -217,7 +220,9 @@ def test_the_caches_go_on_in_a_further_call(llama):
     drafter, prompt = tiny.make_drafter(llama.target), llama.prompts[0][None]
     options = dict(do_sample=False, return_dict_in_generate=True, assistant_model=drafter, speculation=knobs)
     first = llama.target.generate(prompt, max_new_tokens=6, **options)
-    rest = llama.target.generate(first.sequences, max_new_tokens=tiny.NEW - 6, **{tiny.CACHE: first[tiny.CACHE]}, **options)
+    rest = llama.target.generate(
+        first.sequences, max_new_tokens=tiny.NEW - 6, **{tiny.CACHE: first[tiny.CACHE]}, **options
+    )
     assert rest.sequences[0].tolist() == llama.texts[0]
 
 
@@ -259,10 +264,17 @@ def test_drafts_without_a_finite_law_are_left_out(llama, value, tree, verificati
     if tree and verification == "block":
         pytest.skip("judges chains only")
     greedy = verification == "greedy"
-    knobs = SpeculationConfig(tree=tree, tree_budget=tree and 9, seed=3, verification="match" if greedy else verification)
+    knobs = SpeculationConfig(
+        tree=tree, tree_budget=tree and 9, seed=3, verification="match" if greedy else verification
+    )
     drafter = Broken(lambda prefix, ahead: tiny.continuation(llama.texts, prefix), value=value, sharpness=2.0)
     out = llama.target.generate(
-        **llama.padded(), assistant_model=drafter, max_new_tokens=tiny.NEW, do_sample=not greedy, top_k=0, speculation=knobs
+        **llama.padded(),
+        assistant_model=drafter,
+        max_new_tokens=tiny.NEW,
+        do_sample=not greedy,
+        top_k=0,
+        speculation=knobs,
     )
     if greedy:
         assert generated(out, 9, [tiny.NEW] * 4) == llama.new
@@ -299,13 +311,17 @@ def test_trees_that_a_drafter_or_a_kernel_cannot_have_are_refused(llama, fresh_t
         fresh_target.config._attn_implementation = kernel
         with pytest.raises(ValueError, match=f"{kernel}.*attn_implementation='sdpa', or set tree=None"):
             knobs = SpeculationConfig(tree="auto")
-            fresh_target.generate(llama.prompts[0][None], assistant_model=tiny.make_drafter(fresh_target), speculation=knobs)
+            fresh_target.generate(
+                llama.prompts[0][None], assistant_model=tiny.make_drafter(fresh_target), speculation=knobs
+            )
 
 
 def test_knobs_that_trees_do_not_heed_are_noted(llama):
     eagle = tiny.make_eagle3(llama.target)
     knobs = SpeculationConfig(tree="auto", loop_gate=-1.0, tree_budget=8, scheduler="auto")
-    llama.target.generate(llama.prompts[0][None], assistant_model=eagle, max_new_tokens=4, do_sample=False, speculation=knobs)
+    llama.target.generate(
+        llama.prompts[0][None], assistant_model=eagle, max_new_tokens=4, do_sample=False, speculation=knobs
+    )
     notes = " ".join(eagle.last_speculation.notes)
     assert "never looped" in notes and "scheduler='auto'" in notes
 

@@ -215,7 +215,9 @@ def test_two_n_grams_with_one_key_never_pass_for_a_match(monkeypatch):
         follows = [*drafted[len(drafted) - copy.match :], *copy.tokens]
         assert copy.match != 1
         assert copy == Copy([], 0) or any(
-            follows == document[at : at + len(follows)] for document in memory.documents() for at in range(len(document))
+            follows == document[at : at + len(follows)]
+            for document in memory.documents()
+            for at in range(len(document))
         )
         matches += copy.match
     assert matches > 500
@@ -281,7 +283,9 @@ def test_a_memory_stays_bounded_however_much_is_added():
         memory.add(rng.choices(range(1000), k=rng.randint(4, 40)))
         assert len(memory) > 460 or n < 100
         assert len(memory._suffixes.latest) <= 6 * 500
-        assert len(memory._suffixes.tokens) <= 2 * 5 / 4 * 500 + 2  # a break per document, and as much again that has left
+        assert (
+            len(memory._suffixes.tokens) <= 2 * 5 / 4 * 500 + 2
+        )  # a break per document, and as much again that has left
     memory.add(range(10_000))
     assert memory.documents() == [list(range(9500, 10_000))]
 

@@ -1,4 +1,5 @@
-"""What the proposer says about its drafts: the very laws they were drawn from, their confidences, and where they end."""
+"""What the proposer says about its drafts: the very laws they were drawn from, their confidences, and where they
+end."""
 
 import pytest
 import tiny
@@ -34,7 +35,11 @@ class Stub:
 
     def step(self, cache, state, prev):
         sure = None if self.confidence is None else self.confidence[: len(prev), state.k]
-        return self.logits[state.k].expand(len(prev), -1), sure, tiny.ScriptedState(state.plans, state.pseudo, state.k + 1)
+        return (
+            self.logits[state.k].expand(len(prev), -1),
+            sure,
+            tiny.ScriptedState(state.plans, state.pseudo, state.k + 1),
+        )
 
     def target_ids(self, ids=None):
         ids = torch.arange(self.config.draft_vocab_size) if ids is None else ids

@@ -176,7 +176,9 @@ def test_ddtree_is_the_best_of_all_prefixes(ties):
             whole = log_probs.tolist(), [list(range(vocab))] * k
             assert sorted(tree.scores.tolist()) == sorted(sorted(s for s, _, _ in all_prefixes(*whole))[-budget:])
             for m in range(budget):
-                assert nodes_of(trees.ddtree(log_probs, m)) == nodes_of(tree)[:m] or ties  # topk of fewer may order equals anew
+                assert (
+                    nodes_of(trees.ddtree(log_probs, m)) == nodes_of(tree)[:m] or ties
+                )  # topk of fewer may order equals anew
 
 
 def slow_jetspec(log_probs, budget, width):
@@ -240,7 +242,8 @@ class Causal:
 
 
 def slow_levels(children, k, wide):
-    """Level by level: `children(path)` gives (log-probability, token) in order; `wide(d, made)` how many of a level stay."""
+    """Level by level: `children(path)` gives (log-probability, token) in order; `wide(d, made)` how many of a level
+    stay."""
     levels, frontier = [], [(0.0, ())]
     for d in range(k):
         made = [(score + value, (*path, token)) for score, path in frontier for value, token in children(path)]
@@ -317,7 +320,11 @@ def rows_equal(batch: Tree, alone: list[Tree]):
     for r, tree in enumerate(alone):
         assert all(torch.equal(a, b) for a, b in zip(batch.row(r), tree))
     real = torch.arange(batch.tokens.shape[1]) < torch.tensor(batch.lengths)[:, None]
-    assert batch.tokens[~real].eq(0).all() and batch.parents[~real].eq(-1).all() and batch.scores[~real].eq(-torch.inf).all()
+    assert (
+        batch.tokens[~real].eq(0).all()
+        and batch.parents[~real].eq(-1).all()
+        and batch.scores[~real].eq(-torch.inf).all()
+    )
 
 
 def test_several_rows_are_built_as_each_alone():

@@ -70,7 +70,9 @@ def test_too_few_labels_change_nothing(overconfident):
 
 def test_a_drafter_without_a_head_gets_an_estimate_that_knows_more_than_the_mean():
     target, drafter, prompts = tiny_chat.trained()
-    wrong = torch.randint(3, tiny.V - 1, (6, 6), generator=torch.Generator().manual_seed(9)).tolist()  # unlearnt prompts
+    wrong = torch.randint(
+        3, tiny.V - 1, (6, 6), generator=torch.Generator().manual_seed(9)
+    ).tolist()  # unlearnt prompts
     logs = calibration.collect(target, drafter, [*prompts[:3], *wrong[:3]], 24, temperature=0.0, batch_size=6)
     found = calibration.fit(drafter, logs)
     assert found.temperatures is None and found.before is None and set(found.reliability) == {"after"}

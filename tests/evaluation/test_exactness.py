@@ -1,4 +1,5 @@
-"""The exactness report: nothing to report where texts are equal, the first difference and its logit gap where they aren't."""
+"""The exactness report: nothing to report where texts are equal, the first difference and its logit gap where they
+aren't."""
 
 import math
 
@@ -58,7 +59,9 @@ def test_the_first_difference_comes_with_the_targets_logits_there(llama):
 def test_a_gap_below_the_dtypes_share_of_the_logit_is_a_near_tie(llama, monkeypatch):
     def verdict():
         wrong = tiny.wrong(llama.new[0][5])
-        report = check_exactness(Broken(llama.target, 5, wrong), object(), [llama.prompts[0].tolist()], max_new_tokens=tiny.NEW)
+        report = check_exactness(
+            Broken(llama.target, 5, wrong), object(), [llama.prompts[0].tolist()], max_new_tokens=tiny.NEW
+        )
         return report.verdict, report.divergences[0].relative
 
     _, relative = verdict()

@@ -88,7 +88,9 @@ def test_too_little_training_is_told_from_another_target_by_the_run_record():
         return diagnose(target, rebuilt(drafter, target, target_name=name), prompts, 30, 16, record=record)
 
     same = judged(None, target="this/target", steps=12, examples=1400)
-    assert same.verdict == "undertrained" and "12 steps on 1,400 examples" in same.advice and "another" not in same.advice
+    assert (
+        same.verdict == "undertrained" and "12 steps on 1,400 examples" in same.advice and "another" not in same.advice
+    )
     assert judged("this/target").verdict == "undertrained"
     other = judged("its/own", target="its/own", steps=12)
     assert other.verdict == "target" and "its/own" in other.advice
@@ -136,9 +138,13 @@ def test_expected_drafts_end_at_the_first_wrong_one():
 
 def test_a_small_or_uncertain_gain_is_no_clear_one():
     half, noise = torch.full((40, 3), 0.5), torch.rand(40, 3, generator=torch.Generator().manual_seed(0))
-    assert clearly_better(half + 0.1, half) and not clearly_better(half + 0.005, half) and not clearly_better(half, half)
+    assert (
+        clearly_better(half + 0.1, half) and not clearly_better(half + 0.005, half) and not clearly_better(half, half)
+    )
     mean = expected_drafts(noise).mean()  # a constant with the same mean is no better and no worse
-    assert not clearly_better(noise, torch.full((40, 1), float(mean))) and not clearly_better(noise + 0.03, noise.flip(0))
+    assert not clearly_better(noise, torch.full((40, 1), float(mean))) and not clearly_better(
+        noise + 0.03, noise.flip(0)
+    )
     assert clearly_better(half + 0.1, half[:, :2])
 
 

@@ -19,7 +19,11 @@ def test_metrics_agree_with_the_statistics_of_a_generate_call(llama):
     target = llama.target
     drafter = tiny.good(llama.texts)
     out = target.generate(
-        **llama.padded(), max_new_tokens=tiny.NEW, do_sample=False, assistant_model=drafter, return_dict_in_generate=True
+        **llama.padded(),
+        max_new_tokens=tiny.NEW,
+        do_sample=False,
+        assistant_model=drafter,
+        return_dict_in_generate=True,
     )
     stats, responses = out.speculation, metrics.responses_of(out.speculation)
     rounds = metrics.pooled(responses)

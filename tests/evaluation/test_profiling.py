@@ -34,7 +34,8 @@ def test_recursive_drafters_and_none_are_profiled_as_well(pair):
 
 
 def test_measuring_does_what_decoding_does_and_changes_nothing(pair):
-    """A verification equals a plain forward over context and tokens, again and again, as the caches stay as they were."""
+    """A verification equals a plain forward over context and tokens, again and again, as the caches stay as they
+    were."""
     target, drafter = pair
     with profiling.FeatureTap(target, drafter.config.target_layer_ids) as tap, torch.no_grad():
         bench = _Bench(profiling.Target(target, tap), drafter, rows=2, context=8)

@@ -97,7 +97,9 @@ def test_a_scheduler_sees_calibrated_confidences_and_what_became_of_its_drafts()
         def observe(self, draft, lengths, accepted, fed, draft_seconds, verify_seconds):
             seen.append((lengths, accepted, fed, draft_seconds, verify_seconds))
 
-    done = replay_scheduler([[log(2, confidence=[2.0, -2.0])]], LINEAR, First(2), rows=1, rounds=1, temperatures=[2.0, 1.0])
+    done = replay_scheduler(
+        [[log(2, confidence=[2.0, -2.0])]], LINEAR, First(2), rows=1, rounds=1, temperatures=[2.0, 1.0]
+    )
     assert seen[0][0].tolist() == pytest.approx([1.0, -2.0])
     assert seen[1] == ([1], [1], 2, 1.0, 11.0) and done.tokens == 2
 

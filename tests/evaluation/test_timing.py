@@ -24,7 +24,11 @@ def test_prefill_and_the_tokens_that_come_with_it_are_left_out():
 
 @pytest.mark.parametrize("way", ["plain", "lookup", "drafter"])
 def test_all_ways_of_generating_tell_the_clock_every_token(llama, way):
-    options = {"plain": {}, "lookup": {"prompt_lookup_num_tokens": 3}, "drafter": {"assistant_model": tiny.good(llama.texts)}}
+    options = {
+        "plain": {},
+        "lookup": {"prompt_lookup_num_tokens": 3},
+        "drafter": {"assistant_model": tiny.good(llama.texts)},
+    }
     clock, ids = Clock(), llama.prompts[0][None]
     llama.target.generate(ids, max_new_tokens=tiny.NEW, do_sample=False, streamer=clock, **options[way])
     assert clock.tokens == tiny.NEW and (max(clock.puts) > 1) == (way != "plain" and len(clock.puts) < tiny.NEW)

@@ -1,14 +1,16 @@
-"""What looped drafting gives where drafts are good, part by part: the loop, the training for it, both, the automatic gate, the
-best that any gate could do.
+"""What looped drafting gives where drafts are good, part by part: the loop, the training for it, both, the automatic
+gate, the best that any gate could do.
 
     python tests/experiments/ablation_dloop.py --tiny              seconds, too short to learn anything
     python tests/experiments/ablation_dloop.py --output runs       about 15 minutes on one core
-    python tests/experiments/ablation_dloop.py --target smollm2 --base D1 --looped D2 --texts prompts.jsonl --blocks 2 3 4 6
+    python tests/experiments/ablation_dloop.py --target smollm2 --base D1 --looped D2 --texts prompts.jsonl --blocks 2 3
+    4 6
 
-A small target learns a language of stock phrases whose order is almost fixed in some documents and free in others; two drafters
-learn to draft for it, one with loop exposure. Texts come from the real decode loop. Time is a model's, not this machine's: a
-verification costs 22.45 ms and a drafting stage 3.90 ms (the figures of DLoop, arXiv 2610.07659). With `--target` the same arms
-are tried on drafters of your own, D1 trained without loop exposure and D2 with it, in times of this machine (profiled first).
+A small target learns a language of stock phrases whose order is almost fixed in some documents and free in others; two
+drafters learn to draft for it, one with loop exposure. Texts come from the real decode loop. Time is a model's, not
+this machine's: a verification costs 22.45 ms and a drafting stage 3.90 ms (the figures of DLoop, arXiv 2610.07659).
+With `--target` the same arms are tried on drafters of your own, D1 trained without loop exposure and D2 with it, in
+times of this machine (profiled first).
 """
 
 import argparse
@@ -132,7 +134,9 @@ class Trial:
     def decode(self, drafter, loop_gate=None):
         """The rounds [prompts][rounds] of answering each prompt alone."""
         policy, out = ModelledTime(self.block, self.costs), []
-        sampling = dict(do_sample=True, temperature=self.temperature, top_k=0) if self.temperature else dict(do_sample=False)
+        sampling = (
+            dict(do_sample=True, temperature=self.temperature, top_k=0) if self.temperature else dict(do_sample=False)
+        )
         for i, ids in enumerate(self.prompts):
             inputs = torch.tensor([ids])
             # With a seed `match` samples the same text whatever drafts it, so arms differ in nothing but time.
@@ -217,15 +221,24 @@ def own_models(args):
     else:
         target = AutoModelForCausalLM.from_pretrained(args.target, dtype="auto")
         tokenizer = AutoTokenizer.from_pretrained(args.target)
-    base, looped = (AutoDrafter.from_pretrained(d, target=target.eval(), dtype=target.dtype) for d in (args.base, args.looped))
+    base, looped = (
+        AutoDrafter.from_pretrained(d, target=target.eval(), dtype=target.dtype) for d in (args.base, args.looped)
+    )
     widths = (*range(1, 10), 13, 17, 25, 33, 49)
     table, _ = cached_profile(target, looped, args.output / "profile.json", rows=(1,), contexts=(256,), widths=widths)
     costs = Costs(table.draft_seconds(1, 256), lambda tokens: table.verify_seconds(tokens, 1, 256))
     chats = [[{"role": "user", "content": p.turns[0]}] for p in read_prompts(args.texts)[: args.prompts]]
-    prompts = [tokenizer.apply_chat_template(c, add_generation_prompt=True, return_dict=True)["input_ids"] for c in chats]
+    prompts = [
+        tokenizer.apply_chat_template(c, add_generation_prompt=True, return_dict=True)["input_ids"] for c in chats
+    ]
     for block in args.blocks:
         for temperature in args.temperature:
-            yield f"{block} a stage", base, looped, Trial(target, prompts, temperature, args.tokens, block, costs, (-0.5, -1.0))
+            yield (
+                f"{block} a stage",
+                base,
+                looped,
+                Trial(target, prompts, temperature, args.tokens, block, costs, (-0.5, -1.0)),
+            )
 
 
 def main():

@@ -1,11 +1,13 @@
-"""The four families on one target, trained for the same processor time: what they accept, what drafting costs, what it gains.
+"""The four families on one target, trained for the same processor time: what they accept, what drafting costs, what it
+gains.
 
     python tests/experiments/families.py --tiny           seconds, on random models
     python tests/experiments/families.py --data train.jsonl --held-out heldout.jsonl --feature-cache F --output runs
-    python tests/experiments/families.py --family dspark-3 dspark-7 dspark-5x2 ... --loop-exposure 0     lengths, two layers
+    python tests/experiments/families.py --family dspark-3 dspark-7 dspark-5x2 ... --loop-exposure 0     lengths, two
+    layers
 
-Data come from `hf-dspark data generate`; the target is SmolLM2-135M-Instruct from the demo extra. With a second run, families
-found in the output folder aren't trained again, and finished answers are kept.
+Data come from `hf-dspark data generate`; the target is SmolLM2-135M-Instruct from the demo extra. With a second run,
+families found in the output folder aren't trained again, and finished answers are kept.
 """
 
 import argparse
@@ -49,7 +51,9 @@ class Variant(NamedTuple):
         found = re.fullmatch(rf"({'|'.join(FAMILIES)})(?:-(\d+))?(?:x(\d+))?", name)
         if not found or (found[1] in ("eagle3", "mtp") and found[3]):
             known = ", ".join(FAMILIES)
-            raise argparse.ArgumentTypeError(f"{name!r} is no FAMILY[-BLOCK][xLAYERS] of {known} (chains have one layer)")
+            raise argparse.ArgumentTypeError(
+                f"{name!r} is no FAMILY[-BLOCK][xLAYERS] of {known} (chains have one layer)"
+            )
         return cls(name, found[1], int(found[2] or 5), int(found[3] or 1))
 
 
@@ -117,7 +121,8 @@ def train(variant, world, args, folder, steps, budget, start=0.6):
 
 
 def trained(variant, world, args):
-    """A drafter of the family after `--minutes` of processor time, loop-aware in the last 40 % of its steps; and its facts."""
+    """A drafter of the family after `--minutes` of processor time, loop-aware in the last 40 % of its steps; and its
+    facts."""
     folder = args.output / variant.name
     if (folder / "facts.json").exists():
         drafter = AutoDrafter.from_pretrained(folder, target=world[0], dtype=world[0].dtype)
@@ -140,8 +145,12 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--minutes", type=float, default=20, help="processor time of each family")
-    parser.add_argument("--family", nargs="+", type=Variant.of, metavar="FAMILY[-BLOCK][xLAYERS]", help="e.g. dspark-7x2")
-    parser.add_argument("--loop-exposure", type=int, default=3, help="of the last 40 %% of the steps; 0 trains without looping")
+    parser.add_argument(
+        "--family", nargs="+", type=Variant.of, metavar="FAMILY[-BLOCK][xLAYERS]", help="e.g. dspark-7x2"
+    )
+    parser.add_argument(
+        "--loop-exposure", type=int, default=3, help="of the last 40 %% of the steps; 0 trains without looping"
+    )
     parser.add_argument("--data", type=Path)
     parser.add_argument("--held-out", type=Path)
     parser.add_argument("--examples", type=int, default=1500)
@@ -158,7 +167,9 @@ def main():
     lines.append("|---" * 9 + "|")
     for variant in variants:
         drafter, facts = trained(variant, world, args)
-        out = run(target, tokenizer, drafter, plan, {"family": variant.name, **facts}, args.output / f"{variant.name}.jsonl")
+        out = run(
+            target, tokenizer, drafter, plan, {"family": variant.name, **facts}, args.output / f"{variant.name}.jsonl"
+        )
         for result in out["results"]:
             if result["set"] == out["results"][-1]["set"] and result["method"] != "plain":
                 speed, draft = result["speedup_over_plain"], 1000 * result["split"]["draft_seconds"] * result["tau"]

@@ -3,9 +3,10 @@
     python tests/experiments/trees.py --tiny                                 seconds, a random pair that shows nothing
     python tests/experiments/trees.py --texts gsm8k.jsonl humaneval.jsonl    SmolLM2 and the drafter of model_cards/
 
-Tokens per round (tau) come from the real decode loop. Speed is modelled, so that it doesn't depend on this machine's load: a
-round costs one verification and one drafting stage. "GPU" has the figures of DLoop (arXiv 2610.07659), where a verification
-takes 22.45 ms whatever its size and a stage 3.90 ms; "CPU" has those of SmolLM2-135M in bfloat16 on one core.
+Tokens per round (tau) come from the real decode loop. Speed is modelled, so that it doesn't depend on this machine's
+load: a round costs one verification and one drafting stage. "GPU" has the figures of DLoop (arXiv 2610.07659), where a
+verification takes 22.45 ms whatever its size and a stage 3.90 ms; "CPU" has those of SmolLM2-135M in bfloat16 on one
+core.
 """
 
 import argparse
@@ -61,7 +62,8 @@ def seconds(rounds, costs: Costs) -> float:
 
 
 def table(found: dict) -> list[str]:
-    """One line per temperature and arm of `found` {temperature: {arm: rounds}}; speeds are over decoding without drafts."""
+    """One line per temperature and arm of `found` {temperature: {arm: rounds}}; speeds are over decoding without
+    drafts."""
     rows = ["| T | drafts | tokens verified | tau | GPU | CPU | GPU, over the chain |", "|---" * 7 + "|"]
     for temperature, by_arm in found.items():
         for arm, answers in by_arm.items():

@@ -36,7 +36,13 @@ def entry(source, method, temperature, tau, speed=None):
 RESULTS = {
     "date": "2026-11-30",
     "run": {
-        "environment": {"cpu": "Xeon", "threads": 1, "dtype": "float32", "device": "cpu", "versions": {"torch": "2.13.0"}},
+        "environment": {
+            "cpu": "Xeon",
+            "threads": 1,
+            "dtype": "float32",
+            "device": "cpu",
+            "versions": {"torch": "2.13.0"},
+        },
         "plan": {
             "temperatures": [0.0, 1.0],
             "prompts": {"sets": {"gsm8k": 20, "mt-bench": 10}},
@@ -99,7 +105,14 @@ def test_every_recorded_fact_appears(folder):
     text = card(folder)
     for fact in ("14,000, 5,100,000", "3,500, 6.25", "2 cores of a Xeon", "72 of 97 tokens", "markov", "abc123"):
         assert fact in text
-    for fact in ("hf-dspark train smollm2", "torch 2.13.0", "English only.", "not calibrated", "0.1 M parameters", "embedding"):
+    for fact in (
+        "hf-dspark train smollm2",
+        "torch 2.13.0",
+        "English only.",
+        "not calibrated",
+        "0.1 M parameters",
+        "embedding",
+    ):
         assert fact in text
 
 
@@ -119,7 +132,9 @@ def test_nothing_is_made_up(folder):
 
 
 def test_the_trainers_own_state_fills_in_steps_and_hours(folder):
-    (folder / "trainer_state.json").write_text(json.dumps({"global_step": 77, "log_history": [{"train_runtime": 1800.0}]}))
+    (folder / "trainer_state.json").write_text(
+        json.dumps({"global_step": 77, "log_history": [{"train_runtime": 1800.0}]})
+    )
     assert "77, 0.50" in card(folder, record=None)
 
 
@@ -128,7 +143,9 @@ def test_what_a_human_wrote_outside_the_marks_survives(folder):
     path = folder / "README.md"
     text = path.read_text()
     assert text.count(BEGIN) == text.count(END) == 1
-    edited = text.replace("license: apache-2.0", "license: mit\nthumbnail: mine.png").replace("- dspark", "- dspark\n- mine")
+    edited = text.replace("license: apache-2.0", "license: mit\nthumbnail: mine.png").replace(
+        "- dspark", "- dspark\n- mine"
+    )
     path.write_text(edited.replace(BEGIN, "My own foreword.\n\n" + BEGIN) + "\n## Thanks\n\nTo all.\n")
     again = card(folder, RESULTS)
     assert "My own foreword." in again.split(BEGIN)[0] and again.endswith("\n## Thanks\n\nTo all.\n")
@@ -173,7 +190,9 @@ def test_a_local_path_is_no_base_model(folder):
     assert "base_model" not in front(text) and "/home/me" not in text and "Drafts for its target only" in text
     (folder / "README.md").write_text(text.replace("---\n", "---\nbase_model: /home/me/SmolLM2\n", 1))
     assert "base_model" not in front(card(folder, record=RECORD | {"target": "/home/me/SmolLM2"}))
-    text = card(folder, base_model="HuggingFaceTB/SmolLM2-135M-Instruct", record=RECORD | {"target": "/home/me/SmolLM2"})
+    text = card(
+        folder, base_model="HuggingFaceTB/SmolLM2-135M-Instruct", record=RECORD | {"target": "/home/me/SmolLM2"}
+    )
     assert front(text)["base_model"] == "HuggingFaceTB/SmolLM2-135M-Instruct" and "/home/me" not in text
     assert card(folder, record=None) == card(folder, record=None) and front(card(folder, record=None))["base_model"]
 

@@ -58,9 +58,16 @@ def test_convert_takes_facts_that_a_file_leaves_open(tmp_path):
 
 def test_refusals_are_one_line_and_an_exit_code(tmp_path):
     result = call("convert", drafter_folder("deepspec-dflash"), tmp_path / "out", "--to", "zlab")
-    assert result.exit_code == 1 and "can't be exported to 'zlab'" in result.output and "Instead, export to" in result.output
+    assert (
+        result.exit_code == 1
+        and "can't be exported to 'zlab'" in result.output
+        and "Instead, export to" in result.output
+    )
     assert "--to own" in call("convert", drafter_folder("deepspec-dflash"), tmp_path, "--to", "zlab", "--borrow").output
-    assert "no fact=value" in call("convert", drafter_folder("deepspec-dflash"), tmp_path, "--to", "own", "--set", "x").output
+    assert (
+        "no fact=value"
+        in call("convert", drafter_folder("deepspec-dflash"), tmp_path, "--to", "own", "--set", "x").output
+    )
 
 
 def test_card_is_written_from_the_shell(tmp_path):

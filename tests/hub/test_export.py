@@ -29,7 +29,14 @@ ROUTES = {
 }
 OPEN = [(name, to) for name, routes in ROUTES.items() for to in routes]
 CLOSED = [(name, to) for name, routes in ROUTES.items() for to in FORMATS if to not in routes]
-MEANING = ("target_layer_ids", "sample_from_anchor", "block_size", "mask_token_id", "correction_head", "confidence_head")
+MEANING = (
+    "target_layer_ids",
+    "sample_from_anchor",
+    "block_size",
+    "mask_token_id",
+    "correction_head",
+    "confidence_head",
+)
 MEANING += ("draft_vocab_size", "vocab_size", "rope_parameters", "layer_types", "head_dim", "max_block", "norm_output")
 MEANING += ("confidence_with_markov", "pure_draft_prefix_len", "norm_before_residual", "norm_before_fc", "fc_norm")
 
@@ -150,7 +157,9 @@ def test_deepspec_config_is_exactly_that_of_the_format(tmp_path):
     assert tensors.keys() == original.keys() and all(torch.equal(tensors[k], original[k]) for k in tensors)
     config, _ = exported("deepspec-dflash", "deepspec", tmp_path)
     assert config["markov_rank"] == 0 and config["enable_confidence_head"] is False
-    assert not {"markov_head_type", "confidence_head_with_markov", "sample_from_anchor", "dflash_config"} & config.keys()
+    assert (
+        not {"markov_head_type", "confidence_head_with_markov", "sample_from_anchor", "dflash_config"} & config.keys()
+    )
 
 
 def test_speculators_dspark_config_is_exactly_that_of_the_format(tmp_path):
@@ -187,13 +196,17 @@ def test_speculators_dflash_has_no_markov_keys_and_counts_one_draft_less(tmp_pat
     assert not {"embed_tokens.weight", "lm_head.weight"} & tensors.keys()  # vocabularies match: the target's are shared
 
 
-@pytest.mark.parametrize("name", ["speculators-dspark-vanilla-anchor", "speculators-dflash-reduced", "speculators-eagle3-v31"])
+@pytest.mark.parametrize(
+    "name", ["speculators-dspark-vanilla-anchor", "speculators-dflash-reduced", "speculators-eagle3-v31"]
+)
 def test_reduced_vocabularies_keep_offsets_mask_and_head(name, tmp_path):
     config, tensors = exported(name, "speculators", tmp_path)
     original = load_file(drafter_folder(name) / "model.safetensors")
     for key in ("d2t", "t2d", "lm_head.weight"):
         assert torch.equal(tensors[key], original[key]) and tensors[key].dtype == original[key].dtype
-    assert config["draft_vocab_size"] == 72 and tensors["d2t"].dtype == torch.int64 and tensors["t2d"].dtype == torch.bool
+    assert (
+        config["draft_vocab_size"] == 72 and tensors["d2t"].dtype == torch.int64 and tensors["t2d"].dtype == torch.bool
+    )
 
 
 def test_speculators_eagle3_config_is_exactly_that_of_the_format(tmp_path):
@@ -202,7 +215,9 @@ def test_speculators_eagle3_config_is_exactly_that_of_the_format(tmp_path):
     written_by_the_library_only = {"auto_map", "transformers_version"}
     assert config.keys() == theirs.keys() - written_by_the_library_only
     differing = {key for key in config if config[key] != theirs[key]}
-    assert differing <= {"architectures", "transformer_layer_config"} and config["architectures"] == ["Eagle3Speculator"]
+    assert differing <= {"architectures", "transformer_layer_config"} and config["architectures"] == [
+        "Eagle3Speculator"
+    ]
     config, _ = exported("deepspec-eagle3", "speculators", tmp_path)
     assert config["num_aux_hidden_states"] == 5 and config["eagle_aux_hidden_state_layer_ids"] == [1, 2, 4, 5, 6]
     assert config["norm_before_residual"] is False and config["transformer_layer_config"]["model_type"] == "qwen3"
@@ -318,7 +333,9 @@ def test_an_own_embedding_or_head_is_dropped_only_if_it_is_the_targets(tmp_path)
 
 def test_a_borrowed_head_is_written_as_its_drafted_rows(tmp_path):
     name = "speculators-dspark-vanilla-anchor"
-    folder = edited_drafter(tmp_path / "a", name, tensors=lambda t: {k: v for k, v in t.items() if k != "lm_head.weight"})
+    folder = edited_drafter(
+        tmp_path / "a", name, tensors=lambda t: {k: v for k, v in t.items() if k != "lm_head.weight"}
+    )
     drafter = AutoDrafter.from_pretrained(folder, target=load_target(name), own_head=False)
     tensors = load_file(export(drafter, tmp_path / "b", "speculators") / "model.safetensors")
     assert torch.equal(tensors["lm_head.weight"], load_target(name).lm_head.weight[drafter.target_ids()])

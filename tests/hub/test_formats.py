@@ -62,7 +62,11 @@ def test_nested_algorithm_and_tensors_decide_where_the_usual_keys_are_missing(tm
         ({"speculators_model_type": "dflash2"}, [], "'dflash2' drafter"),
         ({"speculators_model_type": "eagle3"}, ["mask_hidden"], "mask_hidden.*P-EAGLE"),
         ({"architectures": ["Qwen3DSparkModel"], "model_type": "gemma4_text"}, [], "gemma4_text body"),
-        ({"speculators_model_type": "dspark", "transformer_layer_config": {"model_type": "gemma4_text"}}, [], "gemma4_text"),
+        (
+            {"speculators_model_type": "dspark", "transformer_layer_config": {"model_type": "gemma4_text"}},
+            [],
+            "gemma4_text",
+        ),
         ({"architectures": ["Gemma4UnifiedAssistantForCausalLM"]}, [], "keys and values of its own"),
         ({"architectures": ["Qwen35DSparkModel"]}, [], "gated"),
         ({"architectures": ["Qwen3NextMTP"]}, [], "multi-token-prediction"),
@@ -70,7 +74,11 @@ def test_nested_algorithm_and_tensors_decide_where_the_usual_keys_are_missing(tm
         ({"architectures": ["DFlashDraftModel"]}, ["aux_hidden_norms.0.weight"], "Laguna"),
         ({"architectures": ["DFlashDraftModel"]}, ["layers.0.self_attn.g_proj.weight"], "Laguna"),
         ({"architectures": ["DFlashDraftModel"], "dflash_config": {"attention_sink_bias": True}}, [], "attention_sink"),
-        ({"architectures": ["DFlashDraftModel"], "dflash_config": {"projector_type": "new"}}, [], "projector_type='new'"),
+        (
+            {"architectures": ["DFlashDraftModel"], "dflash_config": {"projector_type": "new"}},
+            [],
+            "projector_type='new'",
+        ),
         ({"architectures": ["Qwen3DSparkModel"], "quantization_config": {"bits": 4}}, [], "quantised.*bfloat16"),
         ({"architectures": ["Qwen3DSparkModel"]}, ["layers.0.mlp.up_proj.weight_packed"], "quantised"),
         ({"model_type": "deepseek_v4", "dspark_noise_token_id": 3}, [], "DeepSeek-V4"),
@@ -151,7 +159,11 @@ def test_two_keys_that_disagree_are_refused_naming_both(tmp_path):
 @pytest.mark.parametrize(
     ("name", "edit", "words"),
     [
-        ("deepspec-dspark-vanilla", {"num_hidden_layers": 3, "layer_types": ...}, r"num_hidden_layers=3.*layers\.1.*says 2"),
+        (
+            "deepspec-dspark-vanilla",
+            {"num_hidden_layers": 3, "layer_types": ...},
+            r"num_hidden_layers=3.*layers\.1.*says 2",
+        ),
         ("deepspec-dspark-vanilla", {"markov_rank": 6}, r"markov_rank=6.*markov_w1\.weight says 8"),
         ("deepspec-dspark-vanilla", {"markov_rank": 0}, r"markov_rank='none'.*says 'markov'"),
         ("deepspec-dspark-vanilla", {"markov_head_type": "gated"}, r"markov_head_type='gated'.*says 'markov'"),
@@ -180,14 +192,21 @@ def test_a_lying_config_is_refused_naming_what_it_says_and_what_the_tensors_say(
 
 def test_what_the_config_leaves_out_is_read_from_the_tensors(tmp_path):
     silent = dict.fromkeys(("markov_rank", "markov_head_type", "enable_confidence_head", "head_dim", "vocab_size"), ...)
-    silent |= dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size"), ...)
+    silent |= dict.fromkeys(
+        ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size"), ...
+    )
     loaded = edited_config(tmp_path, "deepspec-dspark-rnn", silent)
     assert facts(loaded) == facts(load_drafter("deepspec-dspark-rnn").config)
 
 
 def test_options_inherited_from_the_target_but_not_built_are_ignored(tmp_path):
     rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25, "mrope_section": [1, 1]}
-    inherited = {"model_type": "qwen3_5_text", "attn_output_gate": True, "rope_parameters": rope, "full_attention_interval": 4}
+    inherited = {
+        "model_type": "qwen3_5_text",
+        "attn_output_gate": True,
+        "rope_parameters": rope,
+        "full_attention_interval": 4,
+    }
     loaded = edited_config(tmp_path, "deepspec-dspark-vanilla", inherited)
     assert facts(loaded) == facts(load_drafter("deepspec-dspark-vanilla").config)
 
@@ -276,7 +295,10 @@ def test_two_rope_spellings_that_disagree_are_refused(tmp_path):
 def test_inherited_multimodal_and_partial_rope_keys_do_not_reach_the_drafter():
     copied = {"rope_theta": 1e7, "rope_type": "default", "mrope_section": [1, 2], "partial_rotary_factor": 0.25}
     assert read_rope({"rope_parameters": copied}) == {"rope_theta": 1e7, "rope_type": "default"}
-    assert read_rope({"rope_theta": 1e7, "rope_scaling": {"type": "mrope", "mrope_section": [1]}})["rope_type"] == "default"
+    assert (
+        read_rope({"rope_theta": 1e7, "rope_scaling": {"type": "mrope", "mrope_section": [1]}})["rope_type"]
+        == "default"
+    )
     assert read_rope({"model_type": "llama"}) == {"rope_theta": 10000.0, "rope_type": "default"}
     nested = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}
     with pytest.raises(ValueError, match="differ between layer types"):

@@ -47,7 +47,9 @@ def test_a_layer_computes_what_transformers_layer_does(shared):
     positions = torch.arange(3, 8).expand(2, 5)
     rope = theirs.rotary_emb(x, positions, "full_attention")
     mask = torch.ones(5, 5, dtype=torch.bool)[None, None]
-    expected = layer(x.clone(), position_embeddings=rope, attention_mask=mask, shared_kv_states={}, position_ids=positions)
+    expected = layer(
+        x.clone(), position_embeddings=rope, attention_mask=mask, shared_kv_states={}, position_ids=positions
+    )
     expected = expected[0] if isinstance(expected, tuple) else expected
     ours = drafter.layers[0](x, drafter.rotary_emb(x, positions), Everything(), 0, None)
     torch.testing.assert_close(ours, expected, atol=1e-6, rtol=1e-6)
@@ -85,7 +87,8 @@ def test_contradictions_and_variants_that_were_never_built_are_refused(config, m
 
 
 def test_a_gemma4_eagle3_file_loads_and_drafts(tmp_path):
-    """No recorded run exists for this layout: the body is held to transformers' layer above, the recursion to EAGLE-3's."""
+    """No recorded run exists for this layout: the body is held to transformers' layer above, the recursion to
+    EAGLE-3's."""
     target = load_target(NAME)
     drafter = tiny.make_eagle3(
         target, target_layer_ids=[0, 1, 2], body="gemma4", key_is_value=True, head_dim=16, num_key_value_heads=1,
@@ -120,7 +123,13 @@ def test_deepspecs_layout_brings_it_back_and_others_refuse_it(tmp_path):
     export(drafter, tmp_path / "out", "deepspec")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     original = json.loads((drafter_folder(NAME) / "config.json").read_text())
-    for key in ("architectures", "attention_k_eq_v", "global_head_dim", "num_global_key_value_heads", "hidden_activation"):
+    for key in (
+        "architectures",
+        "attention_k_eq_v",
+        "global_head_dim",
+        "num_global_key_value_heads",
+        "hidden_activation",
+    ):
         assert config[key] == original[key], key
     again = AutoDrafter.from_pretrained(tmp_path / "out", target=target)
     assert torch.equal(drafts(again), drafts(drafter))
@@ -169,7 +178,9 @@ def test_every_family_writes_a_gemma4_targets_plain_text(options):
     plain = target.generate(**batch, **args)
     for make in (tiny.make_drafter, tiny.make_eagle3, tiny.make_mtp):
         for speculation in (SpeculationConfig(), SpeculationConfig(tree="auto", tree_budget=6)):
-            assert torch.equal(target.generate(**batch, **args, assistant_model=make(target), speculation=speculation), plain)
+            assert torch.equal(
+                target.generate(**batch, **args, assistant_model=make(target), speculation=speculation), plain
+            )
     if Version(transformers.__version__) < Version("5.18"):
         return  # no stock engine
     alone, stock = dict(input_ids=batch["input_ids"][:1]), SpeculationConfig(engine="stock")

@@ -97,7 +97,9 @@ def test_recomputed_buffers_are_not_asked_for_and_prefixes_are_stripped(tmp_path
     folder = edited_drafter(tmp_path / "b", "specforge-domino-shift", tensors=legacy_head)
     assert_same(load(folder, "specforge-domino-shift"), load_drafter("specforge-domino-shift"))
 
-    folder = edited_drafter(tmp_path / "c", "zlab-dflash-b8", tensors=lambda t: t | {"model.fc.weight": t["fc.weight"] * 2})
+    folder = edited_drafter(
+        tmp_path / "c", "zlab-dflash-b8", tensors=lambda t: t | {"model.fc.weight": t["fc.weight"] * 2}
+    )
     refuses(folder, "zlab-dflash-b8", r"both .*fc\.weight and .*fc\.weight, which mean one tensor")
 
 
@@ -152,9 +154,16 @@ def test_older_speculators_files_bring_the_embedding_and_newer_ones_may_bring_ne
     older = load(edited_drafter(tmp_path / "a", name, tensors=lambda t: t | {"embed_tokens.weight": table}), name)
     assert older.config.own_embedding and older.config.own_head
     assert not load_drafter(name).config.own_embedding
-    full = {"draft_vocab_size": 97, "markov_rank": 0, "enable_confidence_head": False, "confidence_head_with_markov": False}
+    full = {
+        "draft_vocab_size": 97,
+        "markov_rank": 0,
+        "enable_confidence_head": False,
+        "confidence_head_with_markov": False,
+    }
     lost = ("lm_head", "d2t", "t2d", "markov_head", "confidence_head")
-    folder = edited_drafter(tmp_path / "b", name, full, lambda t: {k: v for k, v in t.items() if not k.startswith(lost)})
+    folder = edited_drafter(
+        tmp_path / "b", name, full, lambda t: {k: v for k, v in t.items() if not k.startswith(lost)}
+    )
     newer = load(folder, name)
     assert not newer.config.own_embedding and not newer.config.own_head and newer.config.draft_vocab_size == 97
 

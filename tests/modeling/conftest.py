@@ -7,8 +7,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_dspark.modeling import DSparkConfig, DSparkDrafter, Eagle3Config, Eagle3Drafter
 
 BODY = dict(
-    vocab_size=29, hidden_size=16, intermediate_size=24, num_attention_heads=4, num_key_value_heads=2, head_dim=6,
-    target_layer_ids=(0, 2), num_target_layers=4, rope_parameters={"rope_theta": 50.0, "rope_type": "default"},
+    vocab_size=29,
+    hidden_size=16,
+    intermediate_size=24,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=6,
+    target_layer_ids=(0, 2),
+    num_target_layers=4,
+    rope_parameters={"rope_theta": 50.0, "rope_type": "default"},
 )
 
 
@@ -24,8 +31,15 @@ def randomise(model, seed: int):
 @pytest.fixture(scope="session")
 def target():
     config = LlamaConfig(
-        vocab_size=29, hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, eos_token_id=2, pad_token_id=0, bos_token_id=1,
+        vocab_size=29,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        eos_token_id=2,
+        pad_token_id=0,
+        bos_token_id=1,
     )
     return randomise(LlamaForCausalLM(config), 1)
 

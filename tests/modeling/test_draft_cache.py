@@ -15,7 +15,8 @@ def content(cache, row, length):
 
 
 class Lists:
-    """The same cache in the obvious form: per row and layer a tensor [2, heads, length, dim], and its first position."""
+    """The same cache in the obvious form: per row and layer a tensor [2, heads, length, dim], and its first
+    position."""
 
     def __init__(self, firsts):
         self.firsts, self.rows = list(firsts), [[torch.zeros(2, HEADS, 0, DIM)] * LAYERS for _ in firsts]

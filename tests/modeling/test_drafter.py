@@ -110,7 +110,10 @@ def test_binding_twice_changes_nothing_and_binding_anew_borrows_from_the_new_one
         (dict(target_hidden_size=8), r"hidden size \(target_hidden_size\) 8, and llama has 16"),
         (dict(num_target_layers=6), r"number of layers \(num_target_layers\) 6, and llama has 4"),
         (dict(hidden_size=24, target_hidden_size=16), r"borrowed \(hidden_size\) 24, and llama has 16"),
-        (dict(num_target_layers=None, target_layer_ids=[1, 3]), r"taps layer 3, and a target of 4 layers has taps 0\.\.2"),
+        (
+            dict(num_target_layers=None, target_layer_ids=[1, 3]),
+            r"taps layer 3, and a target of 4 layers has taps 0\.\.2",
+        ),
         (dict(vocab_size=30, target_name="some/target"), r"made for some/target\): load the target it was trained for"),
     ],
 )
@@ -193,7 +196,10 @@ def test_the_stored_file_has_nothing_of_the_target(saved):
     [
         (lambda t: t.pop("fc.weight"), "missing: fc.weight"),
         (lambda t: t.pop("d2t"), "missing: d2t"),
-        (lambda t: t.update({"layers.7.mlp.up_proj.weight": torch.zeros(2)}), r"unexpected: layers\.7\.mlp\.up_proj\.weight"),
+        (
+            lambda t: t.update({"layers.7.mlp.up_proj.weight": torch.zeros(2)}),
+            r"unexpected: layers\.7\.mlp\.up_proj\.weight",
+        ),
         (lambda t: t.update({"fc.weight": torch.zeros(16, 8)}), r"mismatched: .*fc\.weight"),
     ],
 )
@@ -297,7 +303,11 @@ def test_knobs_out_of_range_or_of_another_type_are_refused(fields, words):
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("num_draft_token", "did you mean 'num_draft_tokens'"), ("verify", "'verification'"), ("xyz", "known are num_draft")],
+    [
+        ("num_draft_token", "did you mean 'num_draft_tokens'"),
+        ("verify", "'verification'"),
+        ("xyz", "known are num_draft"),
+    ],
 )
 def test_an_unknown_knob_is_named_with_the_nearest_known_ones(name, words):
     with pytest.raises(TypeError, match=f"{name!r}, which is no setting.*{words}"):

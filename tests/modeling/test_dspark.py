@@ -60,7 +60,9 @@ def test_steps_equal_the_block_teacher_forced(drafter, draw):
         close(confidence, confidences)
     else:
         assert confidence is None and confidences is None
-    uncorrected = 1 if drafter.config.correction_head == "domino" else K if drafter.config.correction_head == "none" else 0
+    uncorrected = (
+        1 if drafter.config.correction_head == "domino" else K if drafter.config.correction_head == "none" else 0
+    )
     changed = (corrected - base).abs().amax((0, 2)) > 1e-6
     assert changed.tolist() == [k >= uncorrected for k in range(K)]
 
@@ -70,7 +72,10 @@ def test_the_recurrent_head_equals_its_formula(make_dspark, draw):
     hidden, first, prev = torch.randn(1, 3, 16).double(), torch.randn(1, 16).double(), torch.tensor([[4, 9, 2]])
     head = drafter.correction
     s, biases = torch.zeros(5).double(), []
-    for token, h in [(4, first[0]), *zip([4, 9, 2], hidden[0], strict=True)]:  # slot 0 moves the memory and drafts nothing
+    for token, h in [
+        (4, first[0]),
+        *zip([4, 9, 2], hidden[0], strict=True),
+    ]:  # slot 0 moves the memory and drafts nothing
         g, c, o = head.joint(torch.cat([s, head.w1.weight[token], h])).split(5)
         s = torch.sigmoid(g) * s + (1 - torch.sigmoid(g)) * torch.tanh(c)
         biases.append(head.w2.weight @ torch.tanh(o))
@@ -117,7 +122,12 @@ def test_selected_rows_go_on_as_if_alone(drafter, draw):
 @pytest.mark.parametrize("causal", [True, False])
 def test_masks_equal_the_rules_in_words(make_dspark, draw, window_from, causal):
     drafter = make_dspark(
-        num_hidden_layers=3, layer_types=KINDS, sliding_window=4, window_from=window_from, causal_block=causal, block_size=3
+        num_hidden_layers=3,
+        layer_types=KINDS,
+        sliding_window=4,
+        window_from=window_from,
+        causal_block=causal,
+        block_size=3,
     )
     for counts in ([6, 2, 9], [5, 5]):
         cache = drafter.new_cache(torch.tensor([10] * len(counts)))

@@ -1,4 +1,5 @@
-"""Which rows copy, how much, and whether the others draft: against a scan of every way, simulated machines, and exact laws."""
+"""Which rows copy, how much, and whether the others draft: against a scan of every way, simulated machines, and exact
+laws."""
 
 import itertools
 import random
@@ -13,7 +14,8 @@ from hf_dspark.scheduling.policy import Policy
 
 
 def rate_of(lengths, drafting, copies, drafts, verify, draft_seconds):
-    """Expected tokens per second of one way: a row with length 0 drafts if the round does, and is a plain step otherwise."""
+    """Expected tokens per second of one way: a row with length 0 drafts if the round does, and is a plain step
+    otherwise."""
     expected, width = 0.0, 1
     for length, chances in zip(lengths, copies):
         offered = chances[:length] if length else drafts if drafting else []
@@ -68,12 +70,14 @@ def test_a_copy_that_looks_as_good_as_the_drafter_is_taken_because_it_costs_no_d
 # ---------------------------------------------------------------------- what the policy makes of it
 
 
-TABLE = CostTable((1, 4), (0,), (1, 2, 4, 11), (((50.0, 52.0, 56.0, 70.0),), ((80.0, 88.0, 104.0, 160.0),)), ((8.0,), (14.0,)))
+TABLE = CostTable(
+    (1, 4), (0,), (1, 2, 4, 11), (((50.0, 52.0, 56.0, 70.0),), ((80.0, 88.0, 104.0, 160.0),)), ((8.0,), (14.0,))
+)
 
 
 class Text:
-    """Decodes known `texts` round by round under a policy, in the costs of `TABLE`. The drafter's `quality` is the chance that
-    a draft is right; 0 stands for no drafter."""
+    """Decodes known `texts` round by round under a policy, in the costs of `TABLE`. The drafter's `quality` is the
+    chance that a draft is right; 0 stands for no drafter."""
 
     def __init__(self, texts, prompts, quality=0.0, block=3, seed=0):
         self.texts, self.prompts, self.quality, self.block = texts, prompts, quality, block
@@ -113,8 +117,12 @@ class Text:
         sources = ["copy" if n else "drafter" if drafting else "none" for n in lengths]
         self.sources += sources
         draft = SimpleNamespace(
-            sources=sources, stages=[1] * len(live), tokens=SimpleNamespace(shape=(len(live), planned)),
-            confidence=None, parents=None, lengths=verified,
+            sources=sources,
+            stages=[1] * len(live),
+            tokens=SimpleNamespace(shape=(len(live), planned)),
+            confidence=None,
+            parents=None,
+            lengths=verified,
         )
         rows = len(live)
         spent = drafting * TABLE.draft_seconds(rows), TABLE.verify_seconds(rows * width, rows)

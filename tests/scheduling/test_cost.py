@@ -95,7 +95,9 @@ class FakeClock:
 
     def run(self, rows, tokens, context):
         self.calls.append((rows, tokens, context))
-        self.now += tokens + context / 1000 + (50.0 if self.rng.random() < 0.2 else 0.0)  # a slice lost to somebody else
+        self.now += (
+            tokens + context / 1000 + (50.0 if self.rng.random() < 0.2 else 0.0)
+        )  # a slice lost to somebody else
 
     def draft(self, rows, context):
         self.now += 0.25 * rows
@@ -174,7 +176,9 @@ def test_a_width_measured_once_on_a_busy_machine_is_not_believed_once_others_are
         cost.record_verify(1.5, tokens=6)
     assert cost.verify_seconds(6) == pytest.approx(1.5)
     cost.record_verify(9.0, tokens=8)
-    assert cost.verify_seconds(8) == pytest.approx(1.5 * OnlineCost().verify_seconds(8) / OnlineCost().verify_seconds(6))
+    assert cost.verify_seconds(8) == pytest.approx(
+        1.5 * OnlineCost().verify_seconds(8) / OnlineCost().verify_seconds(6)
+    )
 
 
 def test_online_costs_follow_a_machine_that_slows_down():

@@ -37,7 +37,8 @@ def jagged(tokens):
 
 
 def ahead(c, latency, rate, lengths=None):
-    """[`lookahead`] with drafts that were accepted more and more often in the past, so that a bad one can be worth it."""
+    """[`lookahead`] with drafts that were accepted more and more often in the past, so that a bad one can be worth
+    it."""
     offered = torch.full((len(c),), c.shape[1]) if lengths is None else lengths
     return offered.clamp(max=lookahead(c, [0.3, 0.6, 0.9][: c.shape[1]], latency, rate, lengths))
 
@@ -272,7 +273,9 @@ def test_looking_ahead_finds_the_best_length_on_any_latency_if_confidences_are_a
             gains = (math.prod(chances[: k + 1]) for n in lengths for k in range(min(n, length)))
             values.append(sum(gains) - rate * (seconds[length] - seconds[0]))
         confidence = torch.tensor([chances] * rows, dtype=torch.float64)
-        got = lookahead(confidence, chances, lambda t, r=rows, s=seconds: s[t // r - 1], rate, torch.tensor(lengths), lengths)
+        got = lookahead(
+            confidence, chances, lambda t, r=rows, s=seconds: s[t // r - 1], rate, torch.tensor(lengths), lengths
+        )
         assert values[got] == pytest.approx(max(values))
         stopped += got < drafts
         passed += any(a > b for a, b in pairwise(values[: got + 1]))

@@ -1,4 +1,5 @@
-"""EAGLE-3's training-time test: against chains drafted one by one, packed, chunked, over micro-batches and processes."""
+"""EAGLE-3's training-time test: against chains drafted one by one, packed, chunked, over micro-batches and
+processes."""
 
 import math
 import os
@@ -47,7 +48,9 @@ def decoded_logits(drafter, features, ids, anchor, count, stages=1):
     With several stages, every one of `count` / `stages` drafts, begun as decoding begins it.
     """
     cache, out, pseudo = drafter.new_cache(torch.tensor([0])), [], None
-    seed = drafter.extend(cache, features[None, :anchor], ids[None, 1 : anchor + 1], torch.ones(1, anchor, dtype=torch.bool))
+    seed = drafter.extend(
+        cache, features[None, :anchor], ids[None, 1 : anchor + 1], torch.ones(1, anchor, dtype=torch.bool)
+    )
     for s in range(stages):
         at = anchor + s * count // stages
         state = drafter.start(cache, ids[at, None], seed if s == 0 else None, pseudo)
@@ -110,7 +113,8 @@ def test_a_token_changes_no_draft_made_before_it_is_read(target, drafter, stages
 
 
 def slow_loss(drafter, target, examples, stages):
-    """The loss of an optimizer step, word for word: chain by chain, over the whole vocabulary, documents on their own."""
+    """The loss of an optimizer step, word for word: chain by chain, over the whole vocabulary, documents on their
+    own."""
     frozen, sums = FrozenTarget(target, [0, 1]), {s: [0.0, 0.0] for s in {0, stages - 1}}
     for example in examples:
         ids, labels = torch.tensor(example["input_ids"]), torch.tensor(example["labels"])
@@ -159,7 +163,9 @@ def test_acceptance_and_tau_are_those_of_a_slow_loop(tmp_path, target):
     rates, taus, greedy_taus = [[] for _ in range(K)], [], []
     for example in data.examples:
         tokens = torch.tensor(example["input_ids"])
-        features = FrozenTarget(target, [0, 1])(tokens[None], tokens[None], torch.arange(len(tokens))[None], False).features[0]
+        features = FrozenTarget(target, [0, 1])(
+            tokens[None], tokens[None], torch.arange(len(tokens))[None], False
+        ).features[0]
         p = target(tokens[None]).logits[0].softmax(-1).detach()
         for a in range(2, len(tokens) - 1):
             tau = greedy = rate = hit = 1.0
@@ -239,7 +245,8 @@ def test_a_resumed_run_equals_an_unbroken_one_bit_for_bit(tmp_path, target):
 
 
 def test_gradients_run_through_the_stages_unless_detached(target):
-    """Backwards from the very last step: which steps' outputs it reaches, and whether it reaches the features as context."""
+    """Backwards from the very last step: which steps' outputs it reaches, and whether it reaches the features as
+    context."""
     (ids, features), slots = draw(1, 14), torch.tensor([[1, 3]])
     features.requires_grad_()
     drafter, reached, gradients = make_eagle3(target, chain_length=K).train(), {}, {}

@@ -12,14 +12,15 @@ PLAIN = (
     "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} <end> {% endfor %}"
     "{% if add_generation_prompt %}<assistant> {% endif %}"
 )
-MARKED = (  # its mark ends with a token: transformers before 5.2x supervises one more where a span ends in mere white space
+# its mark ends with a token: transformers before 5.2x supervises one more where a span ends in mere white space
+MARKED = (
     "{% for m in messages %}<{{ m['role'] }}> {% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }} <end>"
     "{% endgeneration %} {% else %}{{ m['content'] }} <end> {% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<assistant> {% endif %}"
 )
 FORGETFUL = (
-    "{% for m in messages %}<{{ m['role'] }}> {% if loop.last or m['role'] == 'user' %}{{ m['content'] }}{% endif %} <end> "
-    "{% endfor %}{% if add_generation_prompt %}<assistant> {% endif %}"
+    "{% for m in messages %}<{{ m['role'] }}> {% if loop.last or m['role'] == 'user' %}{{ m['content'] }}{% endif %} "
+    "<end> {% endfor %}{% if add_generation_prompt %}<assistant> {% endif %}"
 )
 TWO_TURNS = [
     {"role": "user", "content": "hi how are you"},
@@ -67,7 +68,10 @@ def test_supervised_positions_and_labels_of_a_packed_chat_are_as_written_by_hand
     anchors = batch["anchors"]
     labels = chain_labels(batch["labels"], batch["position_ids"], anchors, 3)
     found = {
-        (a + k, WORDS[x]) for a, row in zip(anchors[0].tolist(), labels[0], strict=True) for k, x in enumerate(row) if x >= 0
+        (a + k, WORDS[x])
+        for a, row in zip(anchors[0].tolist(), labels[0], strict=True)
+        for k, x in enumerate(row)
+        if x >= 0
     }
     assert sorted(found) == written
     assert anchors[0].tolist() == [p for p, _ in written]
@@ -118,7 +122,9 @@ def test_stages_are_uniform_on_2_to_n_plus_1_and_fixed_by_the_step():
 
 
 def test_the_draft_vocabulary_holds_the_most_frequent_supervised_ids_in_order():
-    data = ChatDataset([{"input_ids": [9, 9, 9, 7, 7, 3, 2], "prompt_len": 3}, {"input_ids": [1, 5, 5, 5], "prompt_len": 1}])
+    data = ChatDataset(
+        [{"input_ids": [9, 9, 9, 7, 7, 3, 2], "prompt_len": 3}, {"input_ids": [1, 5, 5, 5], "prompt_len": 1}]
+    )
     assert data.draft_vocabulary(3, 12).tolist() == [2, 5, 7]
 
 

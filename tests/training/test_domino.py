@@ -43,7 +43,9 @@ def slow_cross_entropy(drafter, blocks, share, decay):
             if label == -100:
                 break
             base = drafter.head(blocks.hidden[m, k])
-            bias, memory = drafter.correction.step(memory, blocks.prev[m, k, None], blocks.hidden[m, k, None], drafter.embed)
+            bias, memory = drafter.correction.step(
+                memory, blocks.prev[m, k, None], blocks.hidden[m, k, None], drafter.embed
+            )
             assert bool((bias == 0).all()) == (k < drafter.config.pure_draft_prefix_len)
             final = (base + bias[0]).log_softmax(-1)
             mixed = (1 - share) * -final[label] + share * -base.log_softmax(-1)[label]
@@ -58,7 +60,9 @@ def test_the_loss_and_its_gradients_equal_a_slow_mix(target, shifted, progress, 
     drafter, blocks = make_drafter(target, **sizes, **HEAD), make_blocks(target, shifted)
     assert drafter.config.max_block == K
     objective = Objective(ce=1.0, distill=0.0, decay=7.0, base_until=0.5)
-    fast = block_losses(drafter, FrozenTarget(target, [0, 1]).logits_of(drafter), blocks, objective, progress, chunk=2)["loss"]
+    fast = block_losses(drafter, FrozenTarget(target, [0, 1]).logits_of(drafter), blocks, objective, progress, chunk=2)[
+        "loss"
+    ]
     slow = slow_cross_entropy(drafter, blocks, share, 7.0)
     torch.testing.assert_close(fast, slow, rtol=1e-10, atol=0)
     wanted = [blocks.hidden, drafter.correction.up.weight, drafter.correction.gru.weight_hh_l0]

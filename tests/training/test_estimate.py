@@ -35,7 +35,9 @@ def test_the_estimate_measures_fewer_anchors_and_the_losses(tmp_path, monkeypatc
     trainer.sums_of = slow
     said = trainer.estimate()
     seconds = float(said.split("steps of about ")[1].split(" s")[0])
-    anchors = sum((b >= 0).sum().item() for b in trainer.data_collator([trainer.train_dataset[i] for i in range(4)])["anchors"])
+    anchors = sum(
+        (b >= 0).sum().item() for b in trainer.data_collator([trainer.train_dataset[i] for i in range(4)])["anchors"]
+    )
     assert 0.005 * anchors <= seconds + 0.01 < 0.005 * anchors + 0.5
     assert "with --num-anchors 2 (measured)" in said and not trainer.sums["estimate"]
 
@@ -50,7 +52,14 @@ def test_steps_are_counted_as_they_are_taken(tmp_path, changes, steps):
 
 def test_a_log_entry_is_one_short_line():
     state = TrainerState(global_step=10, max_steps=300)
-    logs = {"loss": 3.21, "learning_rate": 1e-3, "ce_loss": 5.0, "tau": 1.42, "accept_rate@1": 0.35, "accept_rate@2": 0.2}
+    logs = {
+        "loss": 3.21,
+        "learning_rate": 1e-3,
+        "ce_loss": 5.0,
+        "tau": 1.42,
+        "accept_rate@1": 0.35,
+        "accept_rate@2": 0.2,
+    }
     assert log_line(logs, state) == "step 10/300  loss 3.210  tau 1.420  accept_rate@1 0.350"
     logs = {"eval_loss": 2.0, "eval_a_tau": 1.5, "eval_a_kl_loss": 1.0, "eval_a_decode_tau": 1.4, "eval_runtime": 3.0}
     assert log_line(logs, state) == "step 10/300  eval_loss 2.000  eval_a_tau 1.500  eval_a_decode_tau 1.400"

@@ -30,7 +30,8 @@ def losses(trainer):
 
 @torch.no_grad()
 def slow_loss(drafter, target, examples, stages):
-    """Each chain decoded by itself: the mean over the first and the last stage of sum 0.6^k KL(p_k, q_k) / sum 0.6^k."""
+    """Each chain decoded by itself: the mean over the first and the last stage of sum 0.6^k KL(p_k, q_k) / sum
+    0.6^k."""
     K = drafter.config.max_block
     sums = {s: [0.0, 0.0] for s in {0, stages - 1}}
     for example in examples:
@@ -98,7 +99,10 @@ def test_the_weights_of_drafts_are_fastmtps_unless_given(tmp_path, target):
     drafter = make_mtp(target)
     for changes, expected in (({}, 0.6), (dict(step_decay=0.5), 0.5)):
         objective = make_trainer(tmp_path, target=target, **changes).args.objective(drafter)
-        assert math.exp(-1 / objective.decay) == pytest.approx(expected) and (objective.ce, objective.distill) == (0.0, 1.0)
+        assert math.exp(-1 / objective.decay) == pytest.approx(expected) and (objective.ce, objective.distill) == (
+            0.0,
+            1.0,
+        )
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,11 @@ HEADS = {
     "gated": dict(correction_head="gated"),
     "rnn": dict(correction_head="rnn"),
     "domino": dict(
-        correction_head="domino", gru_hidden_size=7, correction_size=9, pure_draft_prefix_len=1, confidence_with_markov=False
+        correction_head="domino",
+        gru_hidden_size=7,
+        correction_size=9,
+        pure_draft_prefix_len=1,
+        confidence_with_markov=False,
     ),
 }
 

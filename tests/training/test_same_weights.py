@@ -1,4 +1,5 @@
-"""What a run learns is a function of its data, its seed and its steps: nothing that happens beside them changes a weight."""
+"""What a run learns is a function of its data, its seed and its steps: nothing that happens beside them changes a
+weight."""
 
 import os
 import socket
@@ -103,7 +104,9 @@ def test_the_loss_of_an_evaluation_does_not_depend_on_its_batches(tmp_path):
 def test_an_evaluation_and_a_step_on_the_same_data_show_one_loss(tmp_path):
     """The whole data in one step without learning; the second epoch draws other anchors, unless all are drawn."""
     data = ChatDataset(rows(6))
-    changes = dict(per_device_train_batch_size=6, num_anchors=99, learning_rate=0.0, eval_strategy="steps", eval_steps=1)
+    changes = dict(
+        per_device_train_batch_size=6, num_anchors=99, learning_rate=0.0, eval_strategy="steps", eval_steps=1
+    )
     trainer = make_trainer(tmp_path, None, None, data, data, max_steps=4, loop_exposure=1, loop_start=0.5, **changes)
     trainer.train()
     evaluated = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]

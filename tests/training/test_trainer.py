@@ -75,7 +75,14 @@ def test_a_resumed_run_equals_an_unbroken_one_bit_for_bit(tmp_path):
         target = make_target()
         group = {"a": make_drafter(target, block_size=3), "b": make_drafter(target, seed=7, block_size=4)}
         trainer = make_trainer(
-            folder, group, target, ChatDataset(rows(12)), max_steps=8, save_strategy="steps", save_steps=4, loop_start=0.25
+            folder,
+            group,
+            target,
+            ChatDataset(rows(12)),
+            max_steps=8,
+            save_strategy="steps",
+            save_steps=4,
+            loop_start=0.25,
         )
         trainer.train(resume_from_checkpoint=resume)
         return trainer

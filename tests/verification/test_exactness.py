@@ -1,4 +1,5 @@
-"""Every verifier with every kind of length rule, by enumeration of all outcomes: which pairs give exactly the target's law."""
+"""Every verifier with every kind of length rule, by enumeration of all outcomes: which pairs give exactly the target's
+law."""
 
 import pytest
 import torch
@@ -127,7 +128,8 @@ def test_block_verification_accepts_at_least_as_much_as_ratio():
     for seed in range(20, 32):
         target, drafter = models(seed)
         gains.append(
-            round_law(chain.verify_block, target, drafter, fixed)[1] - round_law(chain.verify_ratio, target, drafter, fixed)[1]
+            round_law(chain.verify_block, target, drafter, fixed)[1]
+            - round_law(chain.verify_ratio, target, drafter, fixed)[1]
         )
     assert min(gains) > -EXACT
     assert max(gains) > 0.01
@@ -145,7 +147,8 @@ class Given:
 
 
 def appendix(verify, rule):
-    """The paper's example: p = (0.7, 0.3), q = (0.5, 0.5); after token 0 the confidence of draft 2 is 0.9, after 1 it is 0."""
+    """The paper's example: p = (0.7, 0.3), q = (0.5, 0.5); after token 0 the confidence of draft 2 is 0.9, after 1 it
+    is 0."""
     law, _ = round_law(verify, Given({(): [0.7, 0.3]}), Given({(): [0.5, 0.5]}), rule, length=1)
     return law[(0,)]
 
@@ -219,7 +222,8 @@ def test_rows_of_a_batch_are_judged_as_if_alone(verifier, one_hot):
 
 
 def world(seed, rows=300, L=4, V=7, one_hot=False, dtype=torch.float32):
-    """Random scores [A, L+1, V], drafts, q and ragged lengths: some tokens are impossible, some drafts have no chance."""
+    """Random scores [A, L+1, V], drafts, q and ragged lengths: some tokens are impossible, some drafts have no
+    chance."""
     g = torch.Generator().manual_seed(seed)
     scores = 2 * torch.randn(rows, L + 1, V, generator=g, dtype=dtype)
     scores[torch.rand(scores.shape, generator=g) < 0.2] = -torch.inf
@@ -236,7 +240,8 @@ def world(seed, rows=300, L=4, V=7, one_hot=False, dtype=torch.float32):
 
 
 def both(name, scores, tokens, q, lengths, noise):
-    """The verdict of the dense form, and of the lazy form, which may see a position only after all before it are accepted."""
+    """The verdict of the dense form, and of the lazy form, which may see a position only after all before it are
+    accepted."""
     asked = {r: 0 for r in range(len(lengths))}
 
     def scores_at(i, rows):
@@ -268,7 +273,9 @@ def test_dense_verdicts_equal_lazy_ones(name, one_hot):
         noise = None if name == "greedy" else Noise(seed, list(range(300)), lengths * 5)
         if name in ("greedy", "match"):
             every = list(range(300))
-            drawn = [scores[:, i].argmax(-1) if noise is None else noise.sample(scores[:, i], every, i) for i in range(4)]
+            drawn = [
+                scores[:, i].argmax(-1) if noise is None else noise.sample(scores[:, i], every, i) for i in range(4)
+            ]
             tokens = torch.where(torch.rand(300, 4) < 0.7, torch.stack(drawn, 1), tokens)
         dense, lazy = both("match" if name == "greedy" else name, scores, tokens, q, lengths, noise)
         same(dense, lazy)

@@ -113,13 +113,16 @@ def test_the_target_meets_a_token_with_one_noise_and_everything_else_with_a_fres
     early, late = Noise(3, rows, [4] * 8), Noise(3, rows, [6] * 8)  # two rounds that reach generated token 7
     assert early.sample(scores, rows, 3).equal(late.sample(scores, rows, 1))
     assert not early.sample(scores, rows, 3, "draft").equal(late.sample(scores, rows, 1, "draft"))
-    assert not early.sample_mass(scores + 1, rows, 3, "residual").equal(late.sample_mass(scores + 1, rows, 1, "residual"))
+    assert not early.sample_mass(scores + 1, rows, 3, "residual").equal(
+        late.sample_mass(scores + 1, rows, 1, "residual")
+    )
     assert not early.coin(rows, 3, "cpu").equal(late.coin(rows, 1, "cpu"))
 
 
 def second_token_of_rows_that_lost_a_draft(rows=6000):
-    """Round 1 drafts two tokens; where the first is rejected, round 2 drafts the second token again, and verifies it only if
-    the lost draft was token 0: a rule on history, hence exact, unless the new draft is the old one over again."""
+    """Round 1 drafts two tokens; where the first is rejected, round 2 drafts the second token again, and verifies it
+    only if the lost draft was token 0: a rule on history, hence exact, unless the new draft is the old one over
+        again."""
     p, q = torch.tensor([0.6, 0.4]), torch.tensor([0.3, 0.7])
     first = Noise(5, list(range(rows)), [0] * rows)
     everyone = list(range(rows))
@@ -152,7 +155,9 @@ def test_draws_follow_the_scores(domain):
     rows = 8000
     draws = Noise(1, list(range(rows)), [0] * rows).sample(law.log().expand(rows, 4), list(range(rows)), 2, domain)
     assert chi_square(Counter(draws.tolist()), dict(enumerate(law.tolist()))) < 3.7
-    mass = Noise(1, list(range(rows)), [0] * rows).sample_mass(3 * law.expand(rows, 4), list(range(rows)), 2, "residual")
+    mass = Noise(1, list(range(rows)), [0] * rows).sample_mass(
+        3 * law.expand(rows, 4), list(range(rows)), 2, "residual"
+    )
     assert chi_square(Counter(mass.tolist()), dict(enumerate(law.tolist()))) < 3.7
 
 

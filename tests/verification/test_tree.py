@@ -104,7 +104,13 @@ def keyed_text(target, row, length, seed, stream):
     text = ()
     for n in range(length):
         scores = target.scores(row, text)[None]
-        text += ((int(scores.argmax()) if seed is None else int(keyed_scores(scores, seed, [stream], [n], "target").argmax())),)
+        text += (
+            (
+                int(scores.argmax())
+                if seed is None
+                else int(keyed_scores(scores, seed, [stream], [n], "target").argmax())
+            ),
+        )
     return text
 
 

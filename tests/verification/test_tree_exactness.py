@@ -1,4 +1,5 @@
-"""Every builder of trees with every verifier, by enumeration of all outcomes: which pairs give exactly the target's law."""
+"""Every builder of trees with every verifier, by enumeration of all outcomes: which pairs give exactly the target's
+law."""
 
 from collections import defaultdict
 from functools import partial
@@ -38,7 +39,9 @@ def drawing(branches):
         for _ in range(count):
             left = law.clone()
             left[order] = 0.0
-            order.append(branches.choose(left / left.sum()) if left.sum() > 0 else min(set(range(len(law))) - set(order)))
+            order.append(
+                branches.choose(left / left.sum()) if left.sum() > 0 else min(set(range(len(law))) - set(order))
+            )
         return order
 
     return lambda log_q, depth, count: torch.tensor([one(law, count) for law in log_q])
@@ -104,13 +107,16 @@ BUILDERS = {
 
 
 def sampled_marginals(drafter, branches, shape=ddtree, keep=None, resort=False):
-    """Sampled children of a shape known beforehand, and their laws. `keep`, `resort`: what must not be done with them."""
+    """Sampled children of a shape known beforehand, and their laws. `keep`, `resort`: what must not be done with
+    them."""
     q = marginals(drafter)
     tree = trees.sampled(shape(drafter), q.log(), drawing(branches))
     if keep is not None:
         tree = trees.prune(tree, keep)
     if resort:
-        order = sorted(range(len(tree.tokens)), key=lambda i: (len(trees.path_to(tree.parents, i)), -float(tree.scores[i])))
+        order = sorted(
+            range(len(tree.tokens)), key=lambda i: (len(trees.path_to(tree.parents, i)), -float(tree.scores[i]))
+        )
         tree = trees.Tree(*(torch.tensor(x) for x in zip(*resorted(tree, order))))
     return tree, q[trees.depths(tree.parents)[1:] - 1]
 
@@ -147,8 +153,9 @@ def topk_with_softmax(drafter, branches):
 
 
 def tree_law(build, verify, target, stop=None) -> tuple[dict, float]:
-    """Exact law of the next tokens when one tree is drafted and verified and the target writes the rest; and the expected
-    number of accepted drafts. `build(branches)` gives a tree and q [N, V]; `verify`: "match", "ratio" or "ratio one-hot".
+    """Exact law of the next tokens when one tree is drafted and verified and the target writes the rest; and the
+    expected number of accepted drafts. `build(branches)` gives a tree and q [N, V]; `verify`: "match", "ratio" or
+    "ratio one-hot".
     """
     stops = frozenset() if stop is None else frozenset([stop])
 
@@ -229,7 +236,9 @@ def test_a_perfect_drafters_first_sampled_children_are_always_accepted(shape):
     node, first_children = -1, 0
     while node in parents:
         node, first_children = parents.index(node), first_children + 1
-    assert tree_law(partial(sampled_marginals, OneLaw(), shape=shape), "ratio", OneLaw())[1] == pytest.approx(first_children)
+    assert tree_law(partial(sampled_marginals, OneLaw(), shape=shape), "ratio", OneLaw())[1] == pytest.approx(
+        first_children
+    )
     assert first_children == 2
 
 
