@@ -4,7 +4,6 @@ Decisions use past rounds, measured seconds, and confidences of earlier drafts o
 rest on timings, so under `ratio` and `block` the tokens (not their distribution) differ from run to run.
 """
 
-import math
 from collections import Counter, deque
 from statistics import median
 
@@ -65,6 +64,10 @@ class Policy:
         0.995  # of later stages' acceptance: they are seen rarely, and what the stage before suggests must wear off
     )
     WEIGHT = 1.5  # observations that the stage before counts for
+    SHAPE_ROUNDS, SHAPE_EVERY = (
+        6,
+        64,
+    )  # trees and chains tried before they are compared, and how often the other is tried
     PROBING, PROBED = 0.01, 0.5  # share of the time spent on stages that seem not to pay, at what chance
 
     def __init__(self, block: int, max_stages: int, prior: CostTable | None = None, recursive: bool = False):
@@ -85,7 +88,8 @@ class Policy:
         )  # by stage: how often, drafts of it accepted
         self._seconds = self._tokens = self._savings = 0.0
         self._tree_accepted = self._tree_expected = 0.0
-        self._shapes = {"chain": (0.0, 0.0, 0), "tree": (0.0, 0.0, 0)}  # faded tokens and modelled seconds, and rounds
+        self._shapes: dict[tuple, tuple] = {}  # (shape, size of the batch) -> faded tokens and seconds, and rounds
+        self._tree_seconds: deque[float] = deque(maxlen=32)  # of building trees
         self._single, self._further = 0, deque(maxlen=32)  # times of later stages, in first ones
 
     def begin(self, rows: int, context: float, packed: bool = False) -> None:
@@ -197,7 +201,7 @@ class Policy:
         many were accepted before. With children drawn from laws it is asked before they are drawn."""
         chances = [sorted(tree.scores.exp().tolist(), reverse=True) for tree in trees]
         curve = self.cost.curve(self.rows, self.context, stages=0).isotonic()
-        draft, tokens = self.cost.draft_seconds(self.rows, self.context, self.block), float(self.rows)
+        draft, tokens = self.rows * median(self._tree_seconds or [0.0]), float(self.rows)
         best, size = tokens / (draft + curve(self.rows)), 0
         for m in range(max(map(len, chances), default=0)):
             tokens += self.tree_worth() * sum(row[m] for row in chances if m < len(row))
@@ -211,25 +215,30 @@ class Policy:
         return (self._tree_accepted + 2.0) / (self._tree_expected + 2.0)
 
     def use_tree(self) -> bool:
-        """Whether the coming round is a tree and not a chain: what gave more tokens per second, and now and then the
-        other."""
-        rates = {
-            shape: tokens / seconds if seconds else math.inf for shape, (tokens, seconds, _) in self._shapes.items()
-        }
-        counts = {shape: count for shape, (_, _, count) in self._shapes.items()}
-        fewest = min(counts, key=counts.get)
-        if counts[fewest] < 4 or self.rounds % 64 == 0:
-            return fewest == "tree"
-        return rates["tree"] > rates["chain"]
+        """Whether the coming round is a tree and not a chain: what gave more tokens per second in batches of about this
+        size, and now and then the other."""
+        tree, chain = (self._shapes.get(self._shape(shape), (0.0, 0.0, 0)) for shape in ("tree", "chain"))
+        if min(tree[2], chain[2]) < self.SHAPE_ROUNDS or self.rounds % self.SHAPE_EVERY == 0:
+            return tree[2] < chain[2]
+        return tree[0] * chain[1] > chain[0] * tree[1]
 
-    def _observe_shape(self, draft, accepted: list[int], seconds: float) -> None:
-        tree = draft.parents is not None
-        if tree:
+    def _shape(self, shape: str) -> tuple[str, int]:
+        return shape, (self.rows - 1).bit_length()  # batches of 1, 2, 3-4, 5-8, ... rows are compared among themselves
+
+    def _observe_shape(self, draft, accepted: list[int], fed: float, draft_seconds: float) -> None:
+        """Count a round's tokens and its seconds: typical ones, as a stray slice of another process mustn't decide."""
+        shape, spent = "chain", 0.0
+        if draft.parents is not None:
             self._tree_accepted = self.FADE * self._tree_accepted + sum(accepted)
             self._tree_expected = self.FADE * self._tree_expected + sum(draft.expected)
-        shape = "tree" if tree else "chain"
-        tokens, time, count = self._shapes[shape]
-        self._shapes[shape] = 0.95 * tokens + sum(accepted) + len(accepted), 0.95 * time + seconds, count + 1
+            self._tree_seconds.append(draft_seconds / self.rows)
+            shape, spent = "tree", self.rows * median(self._tree_seconds)
+        elif _drafted(draft):
+            spent = self.cost.draft_seconds(self.rows, self.context, self.block)
+        spent += self.cost.verify_seconds(self.rows * fed, self.rows, self.context)
+        tokens, seconds, count = self._shapes.get(self._shape(shape), (0.0, 0.0, 0))
+        tokens = self.FADE * tokens + sum(accepted) + len(accepted)
+        self._shapes[self._shape(shape)] = tokens, self.FADE * seconds + spent, count + 1
 
     def another_stage(self, scores: list[list[float]]) -> bool:
         """Whether rows with these stage `scores` [R][S] draft one more, see [`AutoGate`].
@@ -295,11 +304,9 @@ class Policy:
         """Learn from a round: `verified`, `accepted` [A] drafts; the target was fed `fed` tokens per row on average."""
         self.cost.record_verify(verify_seconds, self.rows * fed, self.rows, self.context)
         mine, stages = _drafted(draft), max(draft.stages, default=1)
-        drafted = draft.parents is not None or bool(mine)
-        spent = self.cost.draft_seconds(self.rows, self.context, self.block) if drafted else 0.0
-        self._observe_shape(draft, accepted, spent + self.cost.verify_seconds(self.rows * fed, self.rows, self.context))
+        self._observe_shape(draft, accepted, fed, draft_seconds)
         if draft.parents is not None:
-            return self._observe_draft_time(draft_seconds, stages, self.block)
+            return
         self.plain_rounds += fed == 1 and not mine
         if not mine:
             self._plain[self.rows] += fed == 1
