@@ -290,7 +290,7 @@ def test_knobs_that_contradict_a_tree_are_refused():
         (dict(tree_budget=4), "without a tree"),
         (dict(tree="auto", engine="stock"), "engine='own' or tree=None"),
         (dict(tree="auto", verification="block"), "'ratio' or 'match'"),
-        (dict(tree="auto", tree_budget=0), "at least 1"),
+        (dict(tree="auto", tree_budget=0), "the least is 1"),
         (dict(tree="oak"), "set one of"),
     ):
         with pytest.raises(ValueError, match=words):
