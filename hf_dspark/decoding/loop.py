@@ -235,7 +235,11 @@ class DecodeLoop:
         """A tree per row, with what the row could copy as a branch; its size by the policy where none was set."""
         knobs, branches, size = self.speculation, None, None
         if knobs.copy is not None:
-            branches = [branch(c.tokens, self.policy.copying[s].expected(c.match, len(c.tokens))) for c, s in copies]
+            price = self.policy.node_price()
+            branches = []
+            for copy, source in copies:
+                chances = self.policy.copying[source].expected(copy.match, len(copy.tokens))
+                branches.append(branch(copy.tokens, [c for c in chances if c >= price]))  # they never rise
         if knobs.tree_budget is None:
             size = self.policy.tree_size
         budget = knobs.tree_budget or TREE_BUDGET

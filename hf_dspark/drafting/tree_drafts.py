@@ -356,9 +356,9 @@ def within(tree: Tree, room: int, stop_ids: frozenset[int]) -> Tree:
 
 
 def branch(tokens: list[int], chances: list[float]) -> Tree | None:
-    """A copy as a branch: `tokens` [n] with the chances [n] that the first 1..n are all accepted; None if there are
-    none."""
-    if not tokens:
+    """A copy as a branch: its first `tokens`, as many as there are `chances` [n] that the first 1..n are all accepted; None
+    if there are none."""
+    if not chances:
         return None
-    survival = torch.tensor(chances[: len(tokens)]).clamp_min(1e-9).log()
-    return chain(torch.tensor(tokens), torch.diff(survival, prepend=torch.zeros(1)))
+    survival = torch.tensor(chances).clamp_min(1e-9).log()
+    return chain(torch.tensor(tokens[: len(chances)]), torch.diff(survival, prepend=torch.zeros(1)))

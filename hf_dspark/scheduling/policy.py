@@ -210,6 +210,16 @@ class Policy:
                 best, size = rate, m + 1
         return size
 
+    def node_price(self) -> float:
+        """Chance of being accepted from which on one more token per row is worth its time in the verification: what it adds
+        to the forward, in tokens that the time would otherwise give."""
+        curve = self.cost.curve(self.rows, self.context, stages=0).isotonic()
+        few, many = 4, 12
+        added = (curve(self.rows * many) - curve(self.rows * few)) / (many - few)
+        tokens, seconds, _ = self._shapes.get(self._shape("tree"), (0.0, 0.0, 0))
+        rate = tokens / seconds if seconds else 2.0 * self.rows / curve(self.rows)
+        return min(1.0, added / self.rows * rate)
+
     def tree_worth(self) -> float:
         """Accepted drafts of trees over those expected, 1 before any tree."""
         return (self._tree_accepted + 2.0) / (self._tree_expected + 2.0)
