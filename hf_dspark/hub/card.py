@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 
 import yaml
-from transformers import AutoConfig
 
+from hf_dspark.modeling import AssistantConfig, DSparkConfig, Eagle3Config, MTPConfig
 from hf_dspark.names import is_hub_id
 
 from .checkpoint import Checkpoint
@@ -21,6 +21,8 @@ FRONT = re.compile(r"\A---\n(.*?)\n---\n?", re.DOTALL)
 MEASURED = re.compile(r"^## Measured\n.*?(?=^## |^<!-- hf-dspark card: end)", re.DOTALL | re.MULTILINE)
 LOADED = re.compile(r'AutoDrafter\.from_pretrained\("([^"/]+/[^"/]+)"')
 UNKNOWN = "not recorded"
+# By model type, and not by transformers' AutoConfig, which doesn't know ours in a command that imports as little as it can.
+FAMILIES = {cls.model_type: cls for cls in (AssistantConfig, DSparkConfig, Eagle3Config, MTPConfig)}
 
 
 def write_card(
@@ -149,7 +151,7 @@ def read_record(folder: Path) -> dict:
 
 def describe(config: dict, record: dict, target: str | None, parameters: int, size: int) -> dict:
     """The few facts every part of the card speaks about."""
-    known = AutoConfig.for_model(**config)
+    known = FAMILIES[config["model_type"]](**config)
     head = getattr(known, "correction_head", "none")
     thinking = config.get("enable_thinking")
     return {

@@ -2,7 +2,11 @@
 
 import json
 import runpy
+import subprocess
+import sys
+from pathlib import Path
 
+import tiny
 from golden import ROOT, drafter_folder, edited_drafter, load_drafter
 from typer.testing import CliRunner
 
@@ -83,3 +87,12 @@ def test_the_example_converts_and_drafts(monkeypatch, capsys, tmp_path):
     runpy.run_path(str(example), run_name="__main__")
     text = capsys.readouterr().out
     assert "Drafting works" in text and text.count("vllm serve") == 2 and "--speculative-algorithm DSPARK" in text
+
+
+def test_a_process_of_its_own_writes_the_card_of_our_own_format(tmp_path, llama):
+    """The command imports as little as it can, so nobody has registered our model types there."""
+    tiny.make_drafter(llama.target).save_pretrained(tmp_path)
+    command = [sys.executable, "-m", "hf_dspark.cli.main", "card", str(tmp_path)]
+    run = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "A DSpark drafter" in (tmp_path / "README.md").read_text(encoding="utf-8")
