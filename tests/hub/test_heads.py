@@ -236,7 +236,8 @@ def test_heads_make_trees_of_a_chain_drafter(name, tmp_path):
     for tree in ("eagle2", "auto"):
         knobs = SpeculationConfig(tree=tree, tree_budget=6)
         assert greedy(target, PROMPTS, assistant_model=drafter, speculation=knobs) == plain
-        assert max(map(max, drafter.last_speculation.draft_lengths)) == 6
+        if tree == "eagle2":  # "auto" goes by measured times
+            assert max(map(max, drafter.last_speculation.draft_lengths)) == 6
     with pytest.raises(ValueError, match="drafts token by token.*eagle2"):
         greedy(target, PROMPTS, assistant_model=drafter, speculation=SpeculationConfig(tree="ddtree"))
 
