@@ -102,7 +102,11 @@ def test_an_interrupted_file_is_finished_not_repeated(world, call, prompt_file, 
     lines = whole.splitlines(keepends=True)
     out.write_text("".join(lines[:2]) + lines[2][:10])  # killed while writing the third
     assert "2 were there" in call(*arguments)
-    assert out.read_text() == whole
+    again = [json.loads(line) for line in out.read_text().splitlines()]
+    if not drafted:  # how much of a copy is verified goes by measured times; the text doesn't
+        for record in (*records, *again):
+            del record["tau"]
+    assert again == records
     result = CliRunner().invoke(main.app, [str(a) for a in [*arguments, "--top-k", 5]])
     assert result.exit_code == 1 and "other settings" in result.output
 
